@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def web_address(remote: str) -> str | None:
-    """The page of a repository whose remote is given as https, ssh or ``git@host:path``; None for a local folder."""
+    """Return the page of a repository by its remote, given as https, ssh or ``git@host:path``; None: a local folder."""
     found = re.fullmatch(
         r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.\w+)(?::\d+/|[:/])(.+?)(?:\.git)?/?", remote
     )
@@ -19,7 +19,7 @@ def web_address(remote: str) -> str | None:
 
 
 def origin(root: Path = ROOT) -> str:
-    """The remote that the clone comes from; "" without one."""
+    """Return the remote that the clone comes from; "" without one."""
     if not (root / ".git").exists():  # git would look in the folders above
         return ""
     command = ["git", "-C", str(root), "remote", "get-url", "origin"]
@@ -30,7 +30,7 @@ def origin(root: Path = ROOT) -> str:
 
 
 def project_urls(root: Path = ROOT) -> dict[str, str]:
-    """What ``pip show`` and the page of the package link to: in a source distribution those that it was made with."""
+    """Return what ``pip show`` and the page of the package link to: in a source distribution what it was made with."""
     said = root / "PKG-INFO"
     if said.exists():
         lines = Parser().parsestr(said.read_text(encoding="utf-8")).get_all("Project-URL", [])

@@ -381,7 +381,7 @@ class Accelerator(
 
     @staticmethod
     def verify_device_map(model: nn.Module) -> bool:
-        """Whether a part of ``model`` was dispatched to several devices by a device map.
+        """Return whether a part of ``model`` was dispatched to several devices by a device map.
 
         Examples:
             ```python

@@ -172,7 +172,7 @@ def nodes_of(file: str) -> Iterator[ast.AST]:
 
 
 def chooses_one_rank(test: ast.expr) -> bool:
-    """Whether a condition holds on one rank of a machine at most."""
+    """Return whether a condition holds on one rank of a machine at most."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(chooses_one_rank(one) for one in test.values)
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):

@@ -35,7 +35,7 @@ class Picture:
         )
 
     def box(self, x: float, y: float, w: float, h: float, label: str = "", kind: str = "off") -> None:
-        """A rectangle. ``kind`` is a class of STYLE: r0 to r3 are the colours of the processes."""
+        """Draw a rectangle. ``kind`` is a class of STYLE: r0 to r3 are the colours of the processes."""
         self.lines.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"/>')
         if label:
             shown = "out small" if kind == "none" else "small"

@@ -92,7 +92,7 @@ class Checkpointer:
         return SaveTarget(memory, group, memory.group, planner, len(memory.machines) <= 2)
 
     def is_in_memory(self, path: str) -> bool:
-        """Whether that is the path of a checkpoint in memory, which the next one there replaces."""
+        """Return whether that is the path of a checkpoint in memory, which the next one there replaces."""
         return self.memory is not None and path.startswith(f"{self.memory.path}/")
 
     def alone(self) -> Checkpointer:

@@ -165,7 +165,7 @@ CheckedGroup = tuple[Mapping[str, object], list[tuple[str, Mapping[str, object],
 
 
 def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each tensor of its state is a number or has the shape of its parameter."""
+    """Return whether each tensor of its state is a number or has the shape of its parameter."""
     kind = type(_inner(optimizer))
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("Adafactor", "LBFGS")
 

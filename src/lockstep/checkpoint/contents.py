@@ -33,10 +33,10 @@ class AccumulationWindow(Stateful, Protocol):
     """The accumulation window of a run; see ``preparation.window``."""
 
     def places(self) -> dict[str, torch.Tensor]:
-        """Where reduced gradients are, by their path in the state."""
+        """Return where reduced gradients are, by their path in the state."""
 
     def is_unchanged(self, states: list[dict[str, object]]) -> bool:
-        """Whether ranks that are spread as those that saved these go on."""
+        """Return whether ranks that are spread as those that saved these go on."""
 
     def check(self, states: list[StateDict]) -> None:
         """Raise CheckpointError unless the states are of these models."""
@@ -136,7 +136,7 @@ class CheckpointContents:
         return replace(self, parts={kind: items for kind, items in self.parts.items() if kind in kinds})
 
     def counts(self) -> dict[str, int]:
-        """How many objects of each kind there are."""
+        """Return how many objects of each kind there are."""
         counts = {kind: len(items) for kind, items in self.parts.items() if items and kind != "window"}
         return {"model": len(self.models), **counts}
 

@@ -85,7 +85,7 @@ class Folders:
         self.damaged: set[str] = set()
 
     def next(self, output_dir: str | os.PathLike[str] | None) -> tuple[Store, str]:
-        """Where the next checkpoint goes."""
+        """Return where the next checkpoint goes."""
         store, path = self._store_and_folder(output_dir)
         if output_dir is None:
             # Raises where another run has taken one over.
@@ -108,7 +108,7 @@ class Folders:
             return StagingArea(path, replaces, superfluous(directory, self._project, store, self.damaged))
 
     def candidates(self, input_dir: str | os.PathLike[str] | None) -> tuple[Store, list[str]]:
-        """Where a checkpoint may be that is loaded, best first; of the project, perhaps nowhere."""
+        """Return where a checkpoint may be that is loaded, best first; of the project, perhaps nowhere."""
         store, path = self._store_and_folder(input_dir)
         return store, candidates(None if input_dir is None else path, self._project, store)
 
@@ -166,7 +166,7 @@ def explained(what: str | Callable[[], str], remedy: str) -> Iterator[None]:
 
 
 def next_directory(output_dir: str | None, project: ProjectConfiguration, store: Store) -> str:
-    """Where ``save_state`` writes: the given directory, else the project's next numbered one.
+    """Return where ``save_state`` writes: the given directory, else the project's next numbered one.
 
     Raises:
         UsageError: neither a directory nor automatic naming, or there are later ones that this run has not loaded.
@@ -191,7 +191,7 @@ def next_directory(output_dir: str | None, project: ProjectConfiguration, store:
 
 
 def candidates(input_dir: str | None, project: ProjectConfiguration, store: Store) -> list[str]:
-    """Where ``load_state`` looks, best first: the given directory, or the numbered ones from the newest on."""
+    """Return where ``load_state`` looks, best first: the given directory, or the numbered ones from the newest on."""
     if input_dir is not None:
         return store.candidates(input_dir)
     if not project.automatic_checkpoint_naming:
@@ -314,7 +314,7 @@ def added_files(store: Store, directory: str) -> list[str]:
 
 
 def is_rest(store: Store, directory: str) -> bool:
-    """Whether a folder holds files, but none of a checkpoint's."""
+    """Return whether a folder holds files, but none of a checkpoint's."""
     try:
         names = store.files(directory).keys()
     except (OSError, CheckpointError):

@@ -124,7 +124,7 @@ class FoldersInMemory:
     # For a save -----------------------------------------------------------------------------------------
 
     def next(self, output_dir: str | os.PathLike[str] | None) -> tuple[Store, str]:
-        """Where the next checkpoint goes; ``last`` is its number among those in memory."""
+        """Return where the next checkpoint goes; ``last`` is its number among those in memory."""
         if output_dir is not None or not self._project.automatic_checkpoint_naming:
             raise UsageError(
                 "save_state(in_memory=True) numbers its checkpoints among those of the project. Leave output_dir out, "

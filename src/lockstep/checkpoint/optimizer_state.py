@@ -44,7 +44,7 @@ def _is_group(group: object) -> bool:
 
 
 def _steps_on_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every rank has the whole of state that is not of a parameter's shape."""
+    """Return whether every rank has the whole of state that is not of a parameter's shape."""
     return whole_step_of(getattr(optimizer, "optimizer", optimizer)) is not None
 
 

@@ -122,7 +122,7 @@ class SavePlanner:
         return self._plan is not None
 
     def is_outdated(self, signatures: list[str]) -> bool:
-        """Whether the last plan was made for tensors that look otherwise, on any rank."""
+        """Return whether the last plan was made for tensors that look otherwise, on any rank."""
         return self._plan is None or signatures != self._signatures
 
     def create_local_plan(self, tensors: Tensors, own: Collection[str] = ()) -> list[LocalShards]:
@@ -150,7 +150,7 @@ class SavePlanner:
 
 
 def _spread(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Where a DTensor's part lies in it."""
+    """Return where a DTensor's part lies in it."""
     if not is_dtensor(tensor):
         return ()
     mesh = tensor.device_mesh

@@ -153,7 +153,7 @@ def collect_weights(
 
 
 def is_extra(name: str) -> bool:
-    """Whether an entry of a module's ``state_dict`` is what its ``get_extra_state`` returned."""
+    """Return whether an entry of a module's ``state_dict`` is what its ``get_extra_state`` returned."""
     return name.split(".")[-1] == torch_modules.EXTRA_STATE
 
 
@@ -237,5 +237,5 @@ def encode_optimizer(
 
 
 def is_standard(state: object) -> bool:
-    """Whether an optimizer's ``state_dict`` has torch's form."""
+    """Return whether an optimizer's ``state_dict`` has torch's form."""
     return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()

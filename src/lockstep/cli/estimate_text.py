@@ -139,7 +139,7 @@ def _print_training(rows: Sequence[TrainingRow], limits: Limits) -> None:
 
 
 def _fitting(rows: Sequence[TrainingRow]) -> str:
-    """Whether a way fits, or with which ``activation``."""
+    """Return whether a way fits, or with which ``activation``."""
     fitting = next((row for row in rows if row.fits), None)
     if fitting is None:
         return "no"

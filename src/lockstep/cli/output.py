@@ -73,7 +73,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Collecti
 
 @contextmanager
 def kept_folder(command: str, keep: Path | None) -> Iterator[Path]:
-    """Where a command has its files: ``keep``, a new folder; None: one that is removed."""
+    """Return where a command has its files: ``keep``, a new folder; None: one that is removed."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix=f"lockstep-{command}-") as folder:
             yield Path(folder)

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is a DTensor."""
+    """Return whether ``tensor`` is a DTensor."""
     # Asking the object itself would compute both.
     kind = type(tensor)
     return hasattr(kind, "placements") and hasattr(kind, "device_mesh")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor of any shape, sharing its memory; other tensors are returned as they are."""
+    """Return this rank's part of a DTensor of any shape, sharing its memory; other tensors as they are."""
     if not is_dtensor(tensor):
         return tensor
     if torch.is_grad_enabled():
@@ -93,7 +93,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered(
     part: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[object]
 ) -> torch.Tensor:
-    """The tensor of which each rank has ``part``: torch's ``full_tensor`` mixes some up that fully_shard has cut."""
+    """Return the tensor of which each rank has ``part``. torch's ``full_tensor`` mixes up some that fully_shard cut."""
     cut = [axis for axis, placement in enumerate(placements) if dim_of(placement) is not None]
     coordinates = []
     for chosen in product(*(range(mesh.shape[axis]) for axis in cut)):
@@ -159,7 +159,7 @@ def shown_whole(tensors: Sequence[Any], wholes: Sequence[torch.Tensor]) -> Itera
 
 
 def regions_of(tensor: torch.Tensor) -> list[ShardRegion]:
-    """What this rank holds of a tensor of any shape: all of it, unless it is a DTensor; several regions if
+    """Return what this rank holds of a tensor of any shape: all of it, unless it is a DTensor; several regions if
     that is strided.
 
     Raises:
@@ -194,7 +194,7 @@ def _refuse_partial(placements: Iterable[Placement]) -> None:
 
 @torch.no_grad()
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor``, of which every rank has the whole, as a DTensor laid out as ``like``.
+    """Return this rank's part of ``tensor``, of which every rank has the whole, as a DTensor laid out as ``like``.
 
     Both have one shape. Other dtypes and devices than those of ``like`` are kept on that device and in that dtype of
     ``tensor``.
@@ -209,8 +209,8 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def with_part(part: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """A DTensor of the shape and placements of ``like``, of which this rank has ``part``: of the shape of its local
-    part, on the device and in the dtype that the result has."""
+    """Return a DTensor of the shape and placements of ``like``, of which this rank has ``part``: of the shape of
+    its local part, on the device and in the dtype that the result has."""
     from torch.distributed.tensor import DTensor
 
     spread: DTensor = DTensor.from_local(
@@ -224,7 +224,7 @@ def total_norm(
     norm_type: float = 2.0,
     norm_of: Callable[[Sequence[torch.Tensor], float], torch.Tensor] = torch.nn.utils.get_total_norm,
 ) -> torch.Tensor:
-    """The norm of all elements of all tensors as if they were one vector, 0-d and the same on all ranks.
+    """Return the norm of all elements of all tensors as if they were one vector, 0-d and the same on all ranks.
 
     ``norm_of`` computes it of plain tensors.
 
@@ -284,7 +284,7 @@ def _norm_over_shards(
 
 @torch.no_grad()
 def max_over_shards(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest ``number`` (0-d) of the ranks among which the DTensors in ``tensors`` are sharded. Collective."""
+    """Return the largest ``number`` (0-d) of the ranks over which DTensors in ``tensors`` are sharded. Collective."""
     # A dict, not a set: all ranks must reduce over the meshes in the same order.
     layouts = {(tensor.device_mesh, tensor.placements): None for tensor in tensors if is_dtensor(tensor)}
     for mesh, placements in layouts:

@@ -47,7 +47,7 @@ def dim_of(placement: object) -> int | None:
 
 
 def is_partial(placement: Placement) -> bool:
-    """Whether the ranks along this mesh dimension hold addends instead of elements."""
+    """Return whether the ranks along this mesh dimension hold addends instead of elements."""
     return bool(placement.is_partial())
 
 
@@ -101,7 +101,7 @@ def local_ranges(
 
 
 def is_plain(placements: Sequence[object]) -> bool:
-    """Whether no tensor dimension is cut twice, nor strided: torch's own functions handle the rest."""
+    """Return whether no tensor dimension is cut twice, nor strided: torch's own functions handle the rest."""
     dims = [dim for dim in map(dim_of, placements) if dim is not None]
     return len(set(dims)) == len(dims) and all(_factor(placement) == 1 for placement in placements)
 

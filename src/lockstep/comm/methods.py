@@ -85,7 +85,7 @@ def gather_for_loss(communicator: Communicator, step: StepState, tree: Tree, ran
 
 
 def _samples(step: StepState, rows: int) -> int:
-    """How many of the gathered rows are samples, where a loader that was not prepared knows only that."""
+    """Return how many of the gathered rows are samples, where a loader that was not prepared knows only that."""
     return step.remainder if step.counts is None and step.end_of_data and step.remainder > 0 else rows
 
 
@@ -127,7 +127,7 @@ def _has_lists(data: object) -> bool:
 
 
 def _all_tensors(data: object) -> bool:
-    """Whether every leaf is a tensor, and there is one."""
+    """Return whether every leaf is a tensor, and there is one."""
     found = leaves(data).values()
     return len(found) > 0 and all(isinstance(leaf, torch.Tensor) for leaf in found)
 

@@ -78,7 +78,7 @@ def section(rule: NoEffect | Refused, *keys: str) -> Table:
 
 
 def is_off(value: object) -> bool:
-    """Whether a value asks for nothing: empty, null, off, or a section of such."""
+    """Return whether a value asks for nothing: empty, null, off, or a section of such."""
     if isinstance(value, Mapping):
         return all(is_off(item) for item in value.values())
     if isinstance(value, str):

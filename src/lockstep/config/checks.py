@@ -36,7 +36,7 @@ ONLY_WITH = {
 
 
 def backend_of(settings: Mapping[str, object]) -> str:
-    """How the machines are reached: ``local``, ``hosts``, ``slurm``, ``mpi``, ``ray`` or ``k8s``.
+    """Return how the machines are reached: ``local``, ``hosts``, ``slurm``, ``mpi``, ``ray`` or ``k8s``.
 
     Raises:
         ConfigError: two ways are asked for, or a setting belongs to another one.

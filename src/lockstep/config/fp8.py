@@ -182,7 +182,7 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 
 def recipe_of(given: KwargsHandler | None, precision: str) -> AORecipeKwargs | None:
-    """How models are converted; None: they are not. ``given`` is what a script passed.
+    """Return how models are converted; None: they are not. ``given`` is what a script passed.
 
     Raises:
         ConfigError: another package than torchao is asked for, or a recipe without ``mixed_precision="fp8"``.

@@ -63,7 +63,7 @@ def values_of_parallel(parallel: Parallel, source: str) -> dict[str, SettingValu
 
 
 def parallel_sources(asked: Mapping[str, SettingValue]) -> dict[str, str]:
-    """Where each field of ``Parallel`` was said."""
+    """Return where each field of ``Parallel`` was said."""
     return {name: asked[name].source for name in PARALLEL_FIELDS if name in asked}
 
 

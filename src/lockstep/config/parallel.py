@@ -417,7 +417,7 @@ _NEED_ZERO = ("replicate", "hpz", "reduce", "quantized_weights", "quantized_grad
 
 
 def is_one_group(parallel: Parallel, nbytes: int, limit: int = GROUP_BYTES) -> bool:
-    """Whether ZeRO gathers and reduces a model of so many bytes, of one type, as a whole.
+    """Return whether ZeRO gathers and reduces a model of so many bytes, of one type, as a whole.
 
     Messages of its single blocks would cost more than they carry. With hpz and offload a user asks for less memory,
     and who names blocks wants these.

@@ -177,7 +177,7 @@ def grad_scaler(value: object, key: str) -> dict[str, float] | None:
 
 
 def _inner(key: str, name: str) -> str:
-    """How a message calls a key of the section ``key``, or of the one that is named already."""
+    """Return how a message calls a key of the section ``key``, or of the one that is named already."""
     return f"{key}.{name}" if key else name
 
 

@@ -152,7 +152,7 @@ def given_by_environment(setting: Setting, environ: Environ) -> SettingValue | N
 
 
 def speaks_accelerate(environ: Environ | None = None) -> bool:
-    """Whether `accelerate launch` told this process of FSDP or DeepSpeed."""
+    """Return whether `accelerate launch` told this process of FSDP or DeepSpeed."""
     environ = os.environ if environ is None else environ
     return any(environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
 
@@ -237,17 +237,17 @@ def named_config_file(environ: Environ | None = None) -> str | None:
 
 
 def is_launched(environ: Environ | None = None) -> bool:
-    """Whether a launcher of ours started this process, and so has read the configuration file."""
+    """Return whether a launcher of ours started this process, and so has read the configuration file."""
     return bool((os.environ if environ is None else environ).get(LAUNCH_ID_VARIABLE))
 
 
 def memory_folder(environ: Environ | None = None) -> str | None:
-    """Where the launcher said that checkpoints in memory lie; None where no launcher keeps them."""
+    """Return where the launcher said that checkpoints in memory lie; None where no launcher keeps them."""
     return (os.environ if environ is None else environ).get(MEMORY_FOLDER_VARIABLE) or None
 
 
 def shares_console(environ: Environ | None = None) -> bool:
-    """Whether the launcher said that all ranks of this machine write their errors to one console."""
+    """Return whether the launcher said that all ranks of this machine write their errors to one console."""
     return (os.environ if environ is None else environ).get(SHARED_CONSOLE_VARIABLE) == "1"
 
 
@@ -260,13 +260,13 @@ def user_config_file(environ: Environ | None = None) -> Path:
 
 
 def user_config_folder(environ: Environ | None = None) -> Path:
-    """Where this user's files for Lockstep are; relative when the user has no home."""
+    """Return where this user's files for Lockstep are; relative when the user has no home."""
     base = (os.environ if environ is None else environ).get("XDG_CONFIG_HOME")
     return Path(base or os.path.expanduser("~/.config")) / "lockstep"
 
 
 def accelerate_config_file(environ: Environ | None = None) -> Path:
-    """Where `accelerate config` writes: in the cache of Hugging Face."""
+    """Return where `accelerate config` writes: in the cache of Hugging Face."""
     environ = os.environ if environ is None else environ
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")

@@ -268,7 +268,7 @@ def parse_word(value: object) -> str:
 
 
 def parse_rendezvous(value: object) -> dict[str, float]:
-    """How long machines wait for each other: ``KEY=SECONDS,...`` or a mapping; raises ConfigError.
+    """Return how long machines wait for each other: ``KEY=SECONDS,...`` or a mapping; raises ConfigError.
 
     ``timeout`` is another name of ``join_timeout``, as in torchrun.
     """

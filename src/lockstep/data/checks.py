@@ -38,7 +38,7 @@ def decide(
 
 
 def cuts_whole_batches(loader: DataLoader[object], config: DataLoaderConfiguration) -> bool:
-    """Whether batches that the dataset makes itself are cut into rows."""
+    """Return whether batches that the dataset makes itself are cut into rows."""
     return config.split_batches and loader.batch_size is None and batches_by_sampler(loader) is None
 
 
@@ -56,7 +56,7 @@ def batches_by_sampler(loader: DataLoader[object]) -> Iterable[object] | None:
 def plan_for(
     loader: DataLoader[object], config: DataLoaderConfiguration, world_size: int, dispatch: bool
 ) -> ShardPlan:
-    """How batches are dealt. Only map-style data that every rank reads can end unevenly, as in Accelerate."""
+    """Return how batches are dealt. Only map-style data that every rank reads can end unevenly, as in Accelerate."""
     sampler = None if is_iterable(loader) else batches_by_sampler(loader)
     plan = ShardPlan(
         world_size=world_size,

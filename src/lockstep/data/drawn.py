@@ -120,7 +120,7 @@ def generators_of(loader: DataLoader[object]) -> Generators:
 
 
 def of_samplers(loader: DataLoader[object], generators: Generators) -> int:
-    """How many of the own ``generators`` are those of the loader and its samplers; they come first."""
+    """Return how many of the own ``generators`` are those of the loader and its samplers; they come first."""
     generators_of_samplers = [getattr(holder, "generator", None) for holder in (loader, *samplers_of(loader))]
     return sum(any(own is generator for generator in generators_of_samplers) for own in generators.own)
 
@@ -140,14 +140,14 @@ def states_of_samplers(samplers: Iterable[Any]) -> list[StateDict]:
 
 
 def draws_nothing(sampler: object) -> bool:
-    """Whether the order is the same from any state of the generators."""
+    """Return whether the order is the same from any state of the generators."""
     if type(sampler) is BatchSampler:
         return draws_nothing(sampler.sampler)
     return type(sampler) in (SequentialSampler, SeededSampler, range, list, tuple)
 
 
 def draws_at_once(sampler: object) -> bool:
-    """Whether the order is settled by what is drawn until the first sample, whatever is drawn later."""
+    """Return whether the order is settled by what is drawn until the first sample, whatever is drawn later."""
     if type(sampler) is BatchSampler:
         return draws_at_once(sampler.sampler)
     if type(sampler) is RandomSampler and sampler.generator is not None:

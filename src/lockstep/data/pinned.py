@@ -66,7 +66,7 @@ class PinnedCopies:
 
 
 def is_copied_exactly(tensor: torch.Tensor) -> bool:
-    """Whether it is an ordinary tensor of the CPU, which a copy in other memory can stand for."""
+    """Return whether it is an ordinary tensor of the CPU, which a copy in other memory can stand for."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"

@@ -51,7 +51,7 @@ def nothing(workers: int) -> Progress:
 
 
 def batches_behind(behind: Progress, rows: int | None) -> int:
-    """How many batches of a rank are behind; the most that it can be where nobody has counted them.
+    """Return how many batches of a rank are behind; the most that it can be where nobody has counted them.
 
     ``rows`` is how many samples the ranks have in a step (None: they vary).
     """
@@ -147,7 +147,7 @@ class Epochs:
             self.latest = None
 
     def position(self, streams: int) -> Position:
-        """Where a run would go on that is stopped now."""
+        """Return where a run would go on that is stopped now."""
         if self.loaded is not None and self.loaded.epoch == self.next:
             return self.loaded
         latest = self.latest

@@ -173,7 +173,7 @@ class PrivateDraws:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether two states of one generator are equal."""
+    """Return whether two states of one generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one[1], np.ndarray):

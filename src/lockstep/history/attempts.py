@@ -83,7 +83,7 @@ def attempts_of(run: RunHistory) -> list[Attempt]:
 
 
 def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[RunStatus, RunEvent | None]:
-    """How the run stands at ``now`` (seconds since 1970), and the event that says so, if one does."""
+    """Return how the run stands at ``now`` (seconds since 1970), and the event that says so, if one does."""
     if not attempts:
         return RunStatus.EMPTY, None
     last = attempts[-1]
@@ -117,7 +117,7 @@ def status_of(run: RunHistory, attempts: list[Attempt], now: float) -> tuple[Run
 
 
 def is_silent(run: RunHistory, last: Attempt, now: float) -> bool:
-    """Whether nothing was heard for longer than a running one would let pass."""
+    """Return whether nothing was heard for longer than a running one would let pass."""
     times = run.steps.total[run.steps.kept]
     times = times[np.isfinite(times)]
     usual = float(np.median(times)) if len(times) else 0.0

@@ -59,7 +59,7 @@ def read_run(path: str | Path, newest: int | None = None) -> RunHistory:
 
 
 def has_files(folder: Path) -> bool:
-    """Whether it holds any of a run's files."""
+    """Return whether it holds any of a run's files."""
     return any((folder / name).is_file() for name in (MEASURES, EVENTS))
 
 

@@ -241,5 +241,5 @@ class _WorkerEnds:
 
 
 def follows_another(workers: Workers) -> bool:
-    """Whether the failures so far only follow that of a rank that still runs."""
+    """Return whether the failures so far only follow that of a rank that still runs."""
     return bool(first_failure(workers.failures()).own.get("consequence"))

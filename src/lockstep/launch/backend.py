@@ -120,12 +120,12 @@ SECRET_WORDS = re.compile(r"TOKEN|SECRET|KEY|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a variable with this name is not to be shown or kept."""
+    """Return whether the value of a variable with this name is not to be shown or kept."""
     return SECRET_WORDS.search(name) is not None
 
 
 def is_forwarded(name: str) -> bool:
-    """Whether a variable goes along without being named."""
+    """Return whether a variable goes along without being named."""
     if is_secret(name) or name in OTHER_VARIABLES:
         return False
     return name in NAMES or name.startswith(PREFIXES)

@@ -170,7 +170,7 @@ class LaunchCoordinator:
         return ""
 
     def alone(self) -> bool:
-        """Whether no launcher is connected any more."""
+        """Return whether no launcher is connected any more."""
         return not self._peers
 
     # -- machines --------------------------------------------------------------------------------------

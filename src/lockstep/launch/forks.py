@@ -21,7 +21,7 @@ START_S = 60.0
 
 
 def can_fork(command: tuple[str, ...]) -> bool:
-    """Whether a fork can run a command: on Linux, a script or module of Python."""
+    """Return whether a fork can run a command: on Linux, a script or module of Python."""
     runs_python = command[0] == sys.executable and len(command) > 1
     return sys.platform == "linux" and runs_python and (command[1] == "-m" or not command[1].startswith("-"))
 

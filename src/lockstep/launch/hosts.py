@@ -70,7 +70,7 @@ def ssh_arguments(host: Host) -> tuple[str, ...]:
 
 
 def is_here(host: Host) -> bool:
-    """Whether a host is this machine, under whatever name. A user's name says that ssh is wanted."""
+    """Return whether a host is this machine, under whatever name. A user's name says that ssh is wanted."""
     if host.user is not None:
         return False
     if host.name in LOOPBACK_NAMES or host.name == socket.gethostname():

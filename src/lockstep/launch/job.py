@@ -34,7 +34,7 @@ class JobConnection:
             raise ConfigError(str(error)) from None
 
     def look(self) -> JsonObject:
-        """How the launch stands now, see ``viewers.py``.
+        """Return how the launch stands now, see ``viewers.py``.
 
         Raises:
             ConfigError: it does not tell, with the reason.

@@ -120,7 +120,7 @@ def node_of(
 
 
 def is_hexadecimal(text: str) -> bool:
-    """Whether a secret is a real one."""
+    """Return whether a secret is a real one."""
     return re.fullmatch(r"[0-9a-f]+", text) is not None
 
 

@@ -153,7 +153,7 @@ class LaunchProgress:
 
 
 def wants_line(quiet: bool, terminal: str) -> bool:
-    """Whether a launch shows one: its output is a terminal that moves its cursor, and nobody asked for quiet.
+    """Return whether a launch shows one: its output is a terminal that moves its cursor, and nobody asked for quiet.
 
     ``terminal``: the value of TERM.
     """

@@ -85,7 +85,7 @@ def exit_code(failure: Failure) -> int:
 
 
 def count_alike(failure: Failure, failures: list[Failure]) -> int:
-    """How many ranks failed with the same traceback to the letter, this one among them."""
+    """Return how many ranks failed with the same traceback to the letter, this one among them."""
     digest = failure.own.get("digest")
     return sum(one.own.get("digest") == digest for one in failures) if digest else 1
 

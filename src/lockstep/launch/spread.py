@@ -21,7 +21,7 @@ from lockstep.config.world import BatchSizes, fitted
 def check_spread(
     settings: Mapping[str, SettingValue], described: Mapping[str, SettingValue], sizes: Sequence[int]
 ) -> dict[str, SettingValue]:
-    """Whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
+    """Return whether ``parallel``, batch sizes and a DeepSpeed configuration agree, and fit each number of processes.
 
     Returns what they say together.
 

@@ -23,12 +23,12 @@ _OPAQUE = (type, nn.Module, types.ModuleType, torch.device, torch.dtype, torch.d
 
 
 def is_container(value: object) -> bool:
-    """Whether it is one whose contents can be put back in place."""
+    """Return whether it is one whose contents can be put back in place."""
     return isinstance(value, (list, dict, set, deque))
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a container of numbers, texts and such containers alone."""
+    """Return whether it is a container of numbers, texts and such containers alone."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -51,7 +51,7 @@ def saved(value: object) -> Callable[[], None] | None:
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether it is one of this package's: these keep their own state right."""
+    """Return whether it is one of this package's: these keep their own state right."""
     return type(module).__module__.startswith("lockstep.")
 
 

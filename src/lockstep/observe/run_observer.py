@@ -74,7 +74,7 @@ class RunObserver:
         """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Whether the user's own optimizer is to make the step that is due; gradients are unscaled."""
+        """Return whether the user's own optimizer is to make the step that is due; gradients are unscaled."""
         return True
 
     def before_clip(self) -> None:

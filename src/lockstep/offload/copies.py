@@ -52,7 +52,7 @@ class Copies:
         """Make the host wait for ``event``."""
 
     def reads(self, host: torch.Tensor) -> bool:
-        """Whether copies from ``host`` run without the processor (it is pinned)."""
+        """Return whether copies from ``host`` run without the processor (it is pinned)."""
         return True
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ InitWeights = Callable[[nn.Module], object]
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any tensor of the model has no values yet."""
+    """Return whether any tensor of the model has no values yet."""
     return any(tensor.is_meta for _, tensor in _tensors(model.modules()))
 
 
@@ -121,7 +121,7 @@ class GroupValues:
                 self._offloaded_ids.add(id(parameter))
 
     def _make_tensors(self, module: nn.Module) -> bool:
-        """Whether a tensor of this module was made now."""
+        """Return whether a tensor of this module was made now."""
         empty = [tensor for _, tensor in _tensors([module]) if tensor.is_meta]
         for tensor in empty:
             # The object stays, with what others know of it: its hooks, ties, and its place in an optimizer.

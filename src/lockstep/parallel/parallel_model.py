@@ -144,7 +144,7 @@ class ParallelModel:
     # -- what its communication costs --------------------------------------------------------------------
 
     def communication_is_timed(self, parallel: Parallel, axes: ParallelDims, device: str) -> bool:
-        """Whether all waiting of the main thread for this model's messages is noted on the clock."""
+        """Return whether all waiting of the main thread for this model's messages is noted on the clock."""
         return device == "cpu"
 
     # -- a step ------------------------------------------------------------------------------------------

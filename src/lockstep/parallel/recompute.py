@@ -209,7 +209,7 @@ def _policy(_: object, operator: object, *args: object, **kwargs: object) -> Che
 
 
 def _drops(operator: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether it applies dropout: skipping it would give the operators after it other random numbers."""
+    """Return whether it applies dropout: skipping it would give the operators after it other random numbers."""
     schema = dispatch.schema_of(operator)
     for index, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == "dropout_p":

@@ -42,7 +42,7 @@ class Limits:
     on_cpu: bool = False
 
     def hold(self, device: int, host: int, disk: int, ranks: int = 1) -> bool | None:
-        """Whether there is room for this on each rank; None where no limit was given."""
+        """Return whether there is room for this on each rank; None where no limit was given."""
         if self.device is None and self.host is None and self.disk is None:
             return None
         together = min(ranks, self.ranks_per_machine)
@@ -254,7 +254,7 @@ def suggestions(
 
 
 def _call(row: InferenceRow, limits: Limits) -> str:
-    """How to run a model this way."""
+    """Return how to run a model this way."""
     if row.placement == "whole":
         return "model.to(device)" if not limits.on_cpu else "the model as it is"
     if limits.on_cpu:

@@ -54,7 +54,7 @@ TABLE: dict[Offload, tuple[StateLocation | None, StateLocation | None, StateLoca
 
 
 def state_locations(parallel: Parallel) -> StateLocations:
-    """Where the state of a model spread like this rests, with an accelerator as the device."""
+    """Return where the state of a model spread like this rests, with an accelerator as the device."""
     rest = StateLocation.HOST if parallel.offload_folder is None else StateLocation.DISK
     weights, gradients, optimizer, copies = TABLE[parallel.offload]
     return StateLocations(weights or rest, gradients or rest, optimizer or rest, rest if copies else None)

@@ -303,7 +303,7 @@ class CheckpointMethods(AcceleratorParts):
         )
 
     def _settings(self) -> dict[str, object]:
-        """How the run is set up, as checkpoints tell it."""
+        """Return how the run is set up, as checkpoints tell it."""
         return {
             "parallel": str(self._options.parallel),
             "mixed_precision": str(self._options.mixed_precision),

@@ -40,7 +40,7 @@ class PreparedObjects:
         self._made.append(made)
 
     def has_made(self, item: object) -> bool:
-        """Whether ``prepare`` returned it, and so returns it again.
+        """Return whether ``prepare`` returned it, and so returns it again.
 
         Raises:
             UsageError: it was prepared, and another object took its place.
@@ -255,7 +255,7 @@ def _keeper(value: object) -> str | None:
 
 
 def _is_scope(value: object) -> bool:
-    """Whether it has names that a script or a module gave to everything."""
+    """Return whether it has names that a script or a module gave to everything."""
     return isinstance(value, (FrameType, ModuleType)) or (isinstance(value, dict) and "__builtins__" in value)
 
 

@@ -140,7 +140,7 @@ class Gradients:
             self._own.after_backward()
 
     def _waits_at_end(self) -> bool:
-        """Whether what follows a backward's last gradient is DDP's wait for averages."""
+        """Return whether what follows a backward's last gradient is DDP's wait for averages."""
         return any(model.averages_in_backward for model in self._models)
 
     def _await_averages(self, _: torch.Tensor) -> None:

@@ -104,7 +104,7 @@ class LoaderPreparation:
                 loader.around = shard_sequences(models, loader.around)
 
     def gives_chunks(self, loader: object) -> bool:
-        """Whether a loader gives chunks of the sequence."""
+        """Return whether a loader gives chunks of the sequence."""
         return id(loader) in self._in_chunks
 
     def override_even_batches(self, even_batches: bool) -> None:

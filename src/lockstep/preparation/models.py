@@ -124,7 +124,7 @@ class ModelPreparation:
         return prepared.module
 
     def parallel_of(self, model: nn.Module) -> ParallelModel:
-        """How a model is spread; one that was not prepared here is each rank's own."""
+        """Return how a model is spread; one that was not prepared here is each rank's own."""
         found = next((known for known in self.prepared if known.module is model), None)
         return ParallelModel(model) if found is None else found
 

@@ -92,13 +92,13 @@ class OffloadManager:
             self._prefetched.update(itertools.pairwise(groups))
 
     def _streams(self, sharding: Sharding | None) -> bool:
-        """Whether parameters are brought here, not by torch's engine, and not used where they are."""
+        """Return whether parameters are brought here, not by torch's engine, and not used where they are."""
         if self._parallel.params_folder is not None:
             return True
         return self._parallel.offloads_params and sharding is None and self._device.type != "cpu"
 
     def _wanted(self, model: nn.Module) -> Callable[[str], bool]:
-        """Which tensors are in groups: buffers too, where all of a model comes to another device to compute."""
+        """Return which tensors are in groups: buffers too, where all of a model comes to another device to compute."""
         if self._device.type != "cpu":
             return lambda name: True
         parameters = dict(model.named_parameters(remove_duplicate=False))

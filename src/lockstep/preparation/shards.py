@@ -118,7 +118,7 @@ class ParameterRegistry:
         return {id(whole): shard for sharding in self._of_models for whole, shard in sharding.gathered()}
 
     def is_replaced(self, parameter: torch.Tensor) -> bool:
-        """Whether another took the place of this parameter, here or on another rank."""
+        """Return whether another took the place of this parameter, here or on another rank."""
         return parameter in self._replaced
 
     def refuse_shared_parameters(self, model: nn.Module) -> None:

@@ -47,7 +47,7 @@ def refuse_second_optimizer(optimizer: Optimizer) -> None:
 def asked_before_step(
     spikes: SpikeWatch | None, others: Callable[[], OtherStages | None], scaler: LossScaler | None
 ) -> Callable[[Optimizer], bool] | None:
-    """Whether an optimizer may step. ``others``: who else holds parameters of the same models."""
+    """Return whether an optimizer may step. ``others``: who else holds parameters of the same models."""
     refusing = [observer for observer in RunObserver.registered if observer.refuses_steps]
     if refusing:
         return lambda optimizer: all(observer.may_step(optimizer) for observer in refusing)

@@ -80,7 +80,7 @@ class StepChecks:
         return whole is not None and whole.is_at_work
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
-        """Whether it steps parameters of a prepared model; raises where it would not."""
+        """Return whether it steps parameters of a prepared model; raises where it would not."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = {id(parameter) for parameter in self._parameters()}
         replaced = [

@@ -174,7 +174,7 @@ class AccumulationState:
                 rescale(model.gradients(), torch.tensor(factor, dtype=torch.float64))
 
     def is_unchanged(self, states: list[WindowState]) -> bool:
-        """Whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
+        """Return whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
         layouts = self._layouts()
         agreed = self._accumulation.state_dict()["agreed_divisor"]
         return len(states) == self._gradient_size and all(

@@ -50,7 +50,7 @@ def _in_forward(trace: MicroBatchTrace) -> ReplayFinding | None:
 
 
 def _is_got_over(trace: MicroBatchTrace, number: int) -> bool:
-    """Whether the first call that gets this -inf as it is, or all there is afterwards, is finite."""
+    """Return whether the first call that gets this -inf as it is, or all there is afterwards, is finite."""
     behind = trace.order[trace.order.index((number, True)) + 1 :]
     for other, has_ended in behind:
         call = trace.calls[other]

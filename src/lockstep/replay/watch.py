@@ -166,7 +166,7 @@ def rms(value: object) -> float | None:
 
 
 def in_words(batch: object) -> str:
-    """Which tensors of a batch are not finite, and in which rows; "": none."""
+    """Return which tensors of a batch are not finite, and in which rows; "": none."""
     found = []
     for path, tensor in tensor_leaves(batch).items():
         if not (tensor.is_floating_point() or tensor.is_complex()) or health(tensor)[0] is Health.FINE:

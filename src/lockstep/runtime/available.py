@@ -206,7 +206,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _has_device(kind: str, plugin: str | None = None) -> bool:
-    """Whether ``torch.<kind>`` exists and sees a device; ``plugin`` is the package that adds it."""
+    """Return whether ``torch.<kind>`` exists and sees a device; ``plugin`` is the package that adds it."""
     if plugin is not None and not is_available(plugin):
         return False
     import torch

@@ -78,7 +78,7 @@ Departures._of_this_run = Departures()
 
 
 def departures() -> Departures:
-    """Which other ranks have ended their part of this process's run."""
+    """Return which other ranks have ended their part of this process's run."""
     return Departures._of_this_run
 
 
@@ -115,7 +115,7 @@ CONSEQUENCE_SIGNS = (
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that another rank failed or went away."""
+    """Return whether an error only says that another rank failed or went away."""
     if getattr(error, "caused_by_rank", None) is not None:
         return True
     # Other libraries say the same of connections of their own.
@@ -130,7 +130,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def has_failed() -> bool:
-    """Whether this process ends because of an exception that nobody caught."""
+    """Return whether this process ends because of an exception that nobody caught."""
     return getattr(sys, "last_value", None) is not None
 
 

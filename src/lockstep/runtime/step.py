@@ -51,7 +51,7 @@ class Resumption:
     is_settled: bool = False
 
     def settle(self) -> None:
-        """The script trains on the batch that it took last.
+        """Note that the script trains on the batch that it took last.
 
         Raises:
             UsageError: it has skipped as many batches as are behind the position, or the rest of the epoch.
@@ -117,10 +117,10 @@ class Turns(Protocol):
     """When optimizers step and gradients are cleared, where several batches stand for one."""
 
     def step(self, optimizer: object, step_if_due: Callable[[], Any]) -> Any:
-        """A script asks an optimizer to step; ``step_if_due`` does it where ``sync_gradients`` is true."""
+        """Note that a script asks an optimizer to step; ``step_if_due`` does it where ``sync_gradients`` is true."""
 
     def clears(self) -> bool:
-        """A script asks to clear gradients: whether that is done."""
+        """Return whether gradients that a script asks to clear are cleared."""
 
 
 class StateBeingSaved(Protocol):
@@ -168,7 +168,7 @@ class StepState:
         return self.accumulation_steps * self.virtual_ranks
 
     def begin(self, progress: LoaderProgress) -> None:
-        """A prepared loader starts an iteration; the latest to start is the active one."""
+        """Note that a prepared loader starts an iteration; the latest to start is the active one."""
         self.running.append(progress)
         self.has_given_batches = True
 
@@ -176,7 +176,11 @@ class StepState:
         self.running = [other for other in self.running if other is not progress]
 
     def trains(self) -> None:
-        """The script trains on the batches that it took last. Raises UsageError if it skips again what was done."""
+        """Note that the script trains on the batches that it took last.
+
+        Raises:
+            UsageError: it skips again what was done.
+        """
         for progress in self.running:
             if progress.resumption is not None and not progress.resumption.is_settled:
                 progress.resumption.settle()

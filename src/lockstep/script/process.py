@@ -96,7 +96,7 @@ class ScriptProcess:
         return "\n  ".join(["\nIts last lines:", *lines]) if lines else ""
 
     def ran_out_of_memory(self, code: int) -> bool:
-        """Whether what they have printed, or their exit ``code``, says that memory ran out."""
+        """Return whether what they have printed, or their exit ``code``, says that memory ran out."""
         text = self.output()
         # Signal 9, as the kernel kills where memory runs out; 137 is how a shell tells of it.
         return code in (-9, 137) or any(sign in text for sign in OUT_OF_MEMORY)

@@ -119,7 +119,7 @@ def combine_in_order(parts: Sequence[Tensor], combine: Combine, out: Tensor) -> 
 
 
 def _region(of: int, slot_of: int) -> int:
-    """Which part of a rank's slot is for another rank: none is for itself."""
+    """Return which part of a rank's slot is for another rank: none is for itself."""
     return of if of < slot_of else of - 1
 
 

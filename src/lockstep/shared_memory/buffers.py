@@ -151,7 +151,7 @@ class GatheredBuffers(Regions):
         return self.give(tensor, number)
 
     def _is_free(self, region: int, number: int) -> bool:
-        """Whether no rank still reads what an earlier call left there. Others may have begun this one."""
+        """Return whether no rank still reads what an earlier call left there. Others may have begun this one."""
         mine = self.words[self.word(self.slots.rank, region)]
         return mine == 0 and all(
             self.words[self.word(rank, region)] in (0, number) for rank in range(self.slots.ranks)

@@ -106,7 +106,7 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_SETLK, struct.pack(LOCK, fcntl.F_WRLCK, 0, rank, 1, 0))
 
     def is_held(self, rank: int) -> bool:
-        """Whether another process holds the lock of this rank: whether it lives."""
+        """Return whether another process holds the lock of this rank: whether it lives."""
         asked = struct.pack(LOCK, fcntl.F_WRLCK, 0, rank, 1, 0)
         found = struct.unpack(LOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return bool(found[0] != fcntl.F_UNLCK)
@@ -160,5 +160,5 @@ class GroupLayout:
         return self.slots + (2 * rank + parity) * self.slot_bytes
 
     def ring(self, sender: int, receiver: int) -> int:
-        """Where messages from one rank to another are."""
+        """Return where messages from one rank to another are."""
         return self.rings + (sender * self.ranks + receiver) * (RING_HEAD_BYTES + PIECES * self.piece_bytes)

@@ -228,7 +228,7 @@ class _PoolRun:
         """Do nothing: it has ended."""
 
     def _progress(self) -> str:
-        """Where each rank stood, as far as that can be seen, and which is behind."""
+        """Return where each rank stood, as far as that can be seen, and which is behind."""
         measured = [list(read_measured([path])) for path in sorted(self._folder.glob("measured-*.jsonl"))]
         last = {of_rank[-1].rank: (of_rank[-1].item, len(of_rank)) for of_rank in measured if of_rank}
         if not last:

@@ -27,7 +27,7 @@ def current_backward() -> int:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside a backward, as when checkpointing repeats a forward."""
+    """Return whether this thread is inside a backward, as when checkpointing repeats a forward."""
     return current_backward() != NO_BACKWARD
 
 
@@ -41,7 +41,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` (``grad``, ``jvp``, ``vmap``, ...) or forward-mode differentiation is at work.
+    """Return whether ``torch.func`` (``grad``, ``jvp``, ``vmap``, ...) or forward-mode differentiation is at work.
 
     Relies on: ``_are_functorch_transforms_active``; ``forward_ad._current_level`` is -1 outside of all levels.
     """
@@ -58,7 +58,7 @@ def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., obje
 
 
 def module_of_function(node: object) -> str | None:
-    """Where the ``autograd.Function`` of a node of the graph is defined; None for torch's own operators.
+    """Return where the ``autograd.Function`` of a node of the graph is defined; None for torch's own operators.
 
     Relies on: ``_forward_cls`` of the type of such a node.
     """
@@ -122,7 +122,7 @@ def _graph_of(tensor: torch.Tensor, ends: Collection[str] = ()) -> Iterator[Any]
 
 
 def traceback_of(node: Any) -> list[str]:
-    """Where a node was made, as ``traceback.format_stack`` has it; empty where anomaly detection was off.
+    """Return where a node was made, as ``traceback.format_stack`` has it; empty where anomaly detection was off.
 
     Relies on: the entry ``traceback_`` of a node's ``metadata``.
     """

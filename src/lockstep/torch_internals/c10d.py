@@ -191,7 +191,7 @@ def check_reduced(reducer: Reducer) -> None:
 
 
 def is_joining(replica: DistributedDataParallel) -> bool:
-    """Whether ranks that have ended stand in for the others' collectives: inside of DDP's ``join``.
+    """Return whether ranks that have ended stand in for the others' collectives: inside of DDP's ``join``.
 
     Relies on: ``_join_config.enable``.
     """

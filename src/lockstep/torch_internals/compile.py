@@ -57,7 +57,7 @@ def mark_compiled(module: nn.Module, original: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned it."""
+    """Return whether ``torch.compile`` returned it."""
     return hasattr(module, "_orig_mod")
 
 
@@ -87,5 +87,5 @@ def compiled_frames() -> int:
 
 
 def is_tracing() -> bool:
-    """Whether the compiler looks at tensors now. Relies on: ``TracingContext.try_get`` gives None otherwise."""
+    """Return whether the compiler looks at tensors now. Relies on: ``TracingContext.try_get`` gives None otherwise."""
     return TracingContext.try_get() is not None

@@ -31,7 +31,7 @@ def lazy_clone(tensor: Tensor) -> Tensor | None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor has been cloned lazily and its memory was not asked for since. Reads no memory."""
+    """Return whether a tensor has been cloned lazily and its memory was not asked for since. Reads no memory."""
     # The stubs lack the function.
     core: Any = torch._C
     return bool(core._is_cow_tensor(tensor))
@@ -60,7 +60,7 @@ def take_back(tensor: Tensor) -> None:
 
 @functools.cache
 def _is_available() -> bool:
-    """Whether this torch can do it, tried once: without, memory is copied when it is asked for."""
+    """Return whether this torch can do it, tried once: without, memory is copied when it is asked for."""
     try:
         with undisturbed():
             return _works()

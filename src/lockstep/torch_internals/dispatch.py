@@ -32,7 +32,7 @@ def argument_names(operator: Any) -> list[str]:
 
 
 def changes_arguments(operator: Any) -> bool:
-    """Whether it writes into a tensor that it is given. Relies on: ``_schema.is_mutable``."""
+    """Return whether it writes into a tensor that it is given. Relies on: ``_schema.is_mutable``."""
     return bool(operator._schema.is_mutable)
 
 
@@ -42,7 +42,7 @@ def operators_of(names: Sequence[str]) -> list[object]:
 
 
 def modes_are_active() -> bool:
-    """Whether a dispatch mode sees the operators of this thread. Relies on: ``_len_torch_dispatch_stack``."""
+    """Return whether a dispatch mode sees the operators of this thread. Relies on: ``_len_torch_dispatch_stack``."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 

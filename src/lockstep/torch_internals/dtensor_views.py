@@ -71,7 +71,7 @@ def refuse_change_of_copy(tensor: DTensor) -> None:
 
 
 def _is_view(index: object) -> bool:
-    """Whether plain torch gives a view for this index, and no copy."""
+    """Return whether plain torch gives a view for this index, and no copy."""
     of = index if isinstance(index, tuple) else (index,)
     return all(
         one is None

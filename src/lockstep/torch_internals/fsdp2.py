@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this module."""
+    """Return whether ``fully_shard`` was applied to this module."""
     # Imported late: it takes most of a second.
     from torch.distributed.fsdp import FSDPModule
 
@@ -324,7 +324,7 @@ def partial_reduce_rows(group: FSDPParamGroup) -> list[Rows]:
 
 
 def needs_layout(group: FSDPParamGroup) -> bool:
-    """Whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
+    """Return whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
     return hasattr(group, "_partial_reduce_output_layout")
 
 
@@ -339,7 +339,7 @@ def set_partial_reduce_output(group: FSDPParamGroup, output: torch.Tensor, rows:
 
 
 def packed(params: list[FSDPParam]) -> list[Rows]:
-    """Where the shards of these lie when torch packs them for a collective.
+    """Return where the shards of these lie when torch packs them for a collective.
 
     Relies on: ``padded_sharded_param_size`` is the shape that a shard has in collectives, equal on all ranks.
     """

@@ -78,7 +78,7 @@ def after_reductions(module: ShardedModule, call: Callable[[], None]) -> None:
 
 
 def reaches_shards(group: FSDPParamGroup) -> bool:
-    """Whether a reduction now reaches the shards, and does not stop before the sum over replicas.
+    """Return whether a reduction now reaches the shards, and does not stop before the sum over replicas.
 
     Relies on: ``all_reduce_grads``, which counts with replicas only; ``mesh_info.replicate_mesh_size``.
     """
@@ -120,7 +120,7 @@ def set_negative_zero(params: list[FSDPParam], others: list[object]) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called. Relies on: ``_compiled_call_impl`` is None before."""
+    """Return whether ``module.compile()`` was called. Relies on: ``_compiled_call_impl`` is None before."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 

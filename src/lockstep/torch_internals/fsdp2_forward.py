@@ -13,7 +13,7 @@ from lockstep.torch_internals.fsdp2_gathered import ShardedModule
 
 
 def is_known() -> bool:
-    """Whether this torch's hooks can be taken apart so: 2.11 gathers the modules of a group one by one."""
+    """Return whether this torch's hooks can be taken apart so: 2.11 gathers the modules of a group one by one."""
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
@@ -28,7 +28,7 @@ def drop_hooks(module: ShardedModule) -> None:
 
 
 def is_before_backward(module: ShardedModule) -> bool:
-    """Whether a forward now is one that is computed again, in which torch leaves the weights as they are.
+    """Return whether a forward now is one that is computed again, in which torch leaves the weights as they are.
 
     Relies on: ``_training_state`` is PRE_BACKWARD from the time when backward comes to a group until it has left it.
     """
@@ -51,7 +51,7 @@ def begin_again(module: ShardedModule) -> None:
 
 
 def is_forward_root(module: ShardedModule) -> bool:
-    """Whether the forward that runs now began with this group: its module was called by itself.
+    """Return whether the forward that runs now began with this group: its module was called by itself.
 
     Relies on: ``_state_ctx.iter_forward_root`` is the state whose forward began first, None outside of forwards.
     """

@@ -77,7 +77,7 @@ def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -
 
 
 def carries(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group (None: the main one) communicates tensors of the device through gloo."""
+    """Return whether a group (None: the main one) communicates tensors of the device through gloo."""
     return isinstance(c10d.backend_of(group, device), dist.ProcessGroupGloo)
 
 

@@ -83,7 +83,7 @@ REGISTERED = (parameters_of, buffers_of)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether it is saved. Relies on: ``_non_persistent_buffers_set`` has the names of those that are not."""
+    """Return whether it is saved. Relies on: ``_non_persistent_buffers_set`` has the names of those that are not."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -106,7 +106,7 @@ def reset_method(module: nn.Module) -> Callable[[], None] | None:
 
 
 def has_flat_weights(module: nn.Module) -> bool:
-    """Whether it is recurrent, and keeps its weights in a list as well."""
+    """Return whether it is recurrent, and keeps its weights in a list as well."""
     return hasattr(module, "_flat_weights_names")
 
 

@@ -34,7 +34,7 @@ def note_step(optimizer: Any) -> None:
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:
-    """Whether a scheduler put its note around this ``step``. Relies on: it then has ``_wrapped_by_lr_sched``."""
+    """Return whether a scheduler put its note around this ``step``. Relies on: it then has ``_wrapped_by_lr_sched``."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 

@@ -29,7 +29,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_uses(tensor: Tensor) -> int | None:
-    """How many hold the tensor's storage; None if this torch does not tell.
+    """Return how many hold the tensor's storage; None if this torch does not tell.
 
     Relies on: ``_storage_Use_Count`` of that address counts tensors, and the Python object of the storage as one.
     """
@@ -118,7 +118,7 @@ def kinds_of_hooks(parameter: object) -> list[str]:
 
 
 def has_hook(parameter: object, kind: str) -> bool:
-    """Whether the user has set one of this kind."""
+    """Return whether the user has set one of this kind."""
     hooks = getattr(parameter, _HOOKS[kind])
     return bool(hooks) and not all(map(_is_ours, hooks.values()))
 

@@ -79,7 +79,7 @@ class Accumulation:
             optimizer.register_step_post_hook(last)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
-        """Whether a watched optimizer has stepped since the last backward, so that its gradients are used up.
+        """Return whether a watched optimizer has stepped since the last backward, so that its gradients are used up.
 
         False where that is not known: in scripts that never call ``Accelerator.backward``.
         """
@@ -87,7 +87,7 @@ class Accumulation:
         return last is not None and 0 < self.backwards == last.backwards
 
     def ranks_step_together(self) -> bool:
-        """Whether every rank makes the next step, on the same gradients."""
+        """Return whether every rank makes the next step, on the same gradients."""
         return not self._is_alone and not self._inputs_are_uneven
 
     @contextmanager
@@ -214,7 +214,7 @@ class Accumulation:
         self._weighted_mean = None
 
     def state_dict(self) -> StateDict:
-        """Where in its window this rank is."""
+        """Return where in its window this rank is."""
         step, mean = self._step, self._weighted_mean
         return {
             "micro_batch": step.micro_batch,

@@ -127,7 +127,7 @@ def _layout_of(tensor: torch.Tensor) -> tuple[object, object] | None:
 
 
 def _lacks_fused(optimizer: Optimizer) -> bool:
-    """Whether DTensor has no rule for its fused operation; the numbers of the others are the same."""
+    """Return whether DTensor has no rule for its fused operation; the numbers of the others are the same."""
     return isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
 
 

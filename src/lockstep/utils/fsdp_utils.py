@@ -54,7 +54,7 @@ __all__ = [
 
 
 def _is_whole(fsdp_plugin: object) -> bool:
-    """Whether states are to be saved whole, not in shards. Raises UsageError for a kind that there is not."""
+    """Return whether states are to be saved whole, not in shards. Raises UsageError for a kind that there is not."""
     kind = getattr(fsdp_plugin, "state_dict_type", None)
     word = str(getattr(kind, "name", kind) or "FULL_STATE_DICT").upper()
     if word not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):

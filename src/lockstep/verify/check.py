@@ -329,7 +329,7 @@ def _differs_in(verdict: ParityVerdict) -> ItemKind | None:
 
 
 def _has_unknown_rows(verdict: ParityVerdict) -> bool:
-    """Whether ranks begin with rows of their own choice; what all of them read alike is no such choice."""
+    """Return whether ranks begin with rows of their own choice; what all of them read alike is no such choice."""
     first = verdict.findings[0] if verdict.findings else None
     if first is None or first.item.kind is not ItemKind.BATCH or first.item.step > 1:
         return False

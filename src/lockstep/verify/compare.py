@@ -228,7 +228,7 @@ def _number_of(tensor: Tensor) -> object:
 
 
 def _first_module(observations: Observations, found: list[Difference]) -> str | None:
-    """Where it goes wrong: what keeps other state; else the first in forward, or in backward."""
+    """Return where it goes wrong: what keeps other state; else the first in forward, or in backward."""
     for difference in found:
         if difference.kind in STATE:
             return _owner(difference)

@@ -46,7 +46,7 @@ class Sums:
         self.products += other.products
 
     def differs(self, other: Sums) -> bool:
-        """Whether the means differ by more than rounding explains."""
+        """Return whether the means differ by more than rounding explains."""
         if not self.elements or not other.elements:
             return bool(self.elements) != bool(other.elements)
         # Root mean squares are the scale: a mean may be near zero because signs cancel.
@@ -123,7 +123,7 @@ class Observations:
     whole: Observed
 
     def differ(self, event: ModuleEvent) -> bool:
-        """Whether all ranks' parts together, or the copy of one of them, are not the whole's."""
+        """Return whether all ranks' parts together, or the copy of one of them, are not the whole's."""
         expected = self.whole.events.get(event)
         parts = [rank.events[event] for rank in self.ranks if event in rank.events]
         if expected is None or not parts:

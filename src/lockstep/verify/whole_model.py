@@ -264,7 +264,7 @@ class Collector:
         self._whole = FullModelSpec((), ties_of(model))
 
     def is_ready(self, model: ParallelModel) -> bool:
-        """Whether no rank holds gradients now. Collective."""
+        """Return whether no rank holds gradients now. Collective."""
         mine = next(model.gradients(), None) is None
         return all(self._communicator.gather_object([mine]))
 

@@ -184,6 +184,6 @@ def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
 
 
 def _is_plain(value: int | float) -> bool:
-    """Whether JSON has it: not infinite, not NaN."""
+    """Return whether JSON has it: not infinite, not NaN."""
     # inf - inf and nan - nan are nan.
     return isinstance(value, int) or value - value == 0

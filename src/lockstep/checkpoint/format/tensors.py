@@ -161,7 +161,7 @@ def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -
 
 
 def overlap(chunks: list[ChunkMetadata]) -> bool:
-    """Whether two chunks share an element: a sweep along the dim that was cut most often."""
+    """Return whether two chunks share an element: a sweep along the dim that was cut most often."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.shape)]
     if len(chunks) < 2:
         return False

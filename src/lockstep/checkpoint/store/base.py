@@ -42,10 +42,10 @@ class Store(Protocol):
         """Remove a staging area; errors are ignored, as ``begin`` removes what is left."""
 
     def exists(self, directory: str) -> bool:
-        """Whether something is published there."""
+        """Return whether something is published there."""
 
     def candidates(self, directory: str) -> list[str]:
-        """Where the checkpoint ``directory`` may be found, best first."""
+        """Return where the checkpoint ``directory`` may be found, best first."""
 
     def read(self, path: str, limit: int) -> bytes:
         """Return the whole file, of at most ``limit`` bytes."""

@@ -113,7 +113,7 @@ class Objects:
             return int(found["size"])
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether there is such a file."""
         try:
             self.size(path)
         except FileNotFoundError:

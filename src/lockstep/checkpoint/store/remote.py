@@ -164,7 +164,7 @@ class RemoteStore:
             return None
 
     def _may_be_named(self, directory: str, folder: str) -> bool:
-        """Whether the manifest names the folder; one that is damaged may name any."""
+        """Return whether the manifest names the folder; one that is damaged may name any."""
         manifest = self._manifest(directory)
         return self.exists(directory) if manifest is None else manifest.folder == folder
 

@@ -60,7 +60,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
 
 
 def is_published(store: Store, directory: str) -> bool:
-    """Whether a checkpoint was published there, be it whole or damaged."""
+    """Return whether a checkpoint was published there, be it whole or damaged."""
     try:
         read_manifest(store, directory)
     except UnreachableError:

@@ -81,7 +81,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import accelerate`` means this library in this process."""
+    """Return whether ``import accelerate`` means this library in this process."""
     return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
 
 

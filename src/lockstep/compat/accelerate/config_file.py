@@ -170,7 +170,7 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
 
 
 def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
-    """Where each setting is said; those that a distributed_type implies are said there."""
+    """Return where each setting is said; those that a distributed_type implies are said there."""
     return {key: file.at(key if key in file.data else "distributed_type") for key in values}
 
 

@@ -26,7 +26,7 @@ _FSDP_FOLDER = r"(pytorch_model_fsdp|optimizer)_\d+/\.metadata"
 
 
 def is_accelerate(source: CheckpointSource) -> bool:
-    """Whether a folder has files that only Accelerate names so."""
+    """Return whether a folder has files that only Accelerate names so."""
     return any(source.matching(pattern) for pattern in (*_SIGNS, _FSDP_FOLDER))
 
 

@@ -185,7 +185,7 @@ def _element_count(sizes: ChunkSizes) -> int:
 
 
 def _overlap(chunks: list[DcpChunk]) -> bool:
-    """Whether two chunks share an element. Sorted along the dim that is cut most, far ones are not compared."""
+    """Return whether two chunks share an element. Sorted along the dim that is cut most, far ones are not compared."""
     filled = [chunk for chunk in chunks if _element_count(chunk.sizes)]
     dims = range(len(filled[0].offsets)) if filled else ()
     dim = max(dims, key=lambda d: len({chunk.offsets[d] for chunk in filled}), default=None)

@@ -55,7 +55,7 @@ class Partitions:
 
 
 def is_deepspeed(names: list[str]) -> bool:
-    """Whether a folder with files of these names is one tag of DeepSpeed."""
+    """Return whether a folder with files of these names is one tag of DeepSpeed."""
     return any(re.fullmatch(_MODEL, name) for name in names)
 
 

@@ -21,14 +21,14 @@ SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler", "grad_scaler_state_
 
 
 def is_weights(value: object) -> bool:
-    """Whether it is a dict of tensors by name, and nothing else."""
+    """Return whether it is a dict of tensors by name, and nothing else."""
     return isinstance(value, dict) and bool(value) and all(
         isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items()
     )  # fmt: skip
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether it is of the form of ``torch.optim.Optimizer.state_dict()``."""
+    """Return whether it is of the form of ``torch.optim.Optimizer.state_dict()``."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("state"), dict)

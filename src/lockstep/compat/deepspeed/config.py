@@ -79,7 +79,7 @@ def _offload(settings: dict[str, SettingValue]) -> None:
 
 
 def _offloaded(settings: dict[str, SettingValue], part: str) -> tuple[str, str] | None:
-    """Where a part is offloaded to, and what says so."""
+    """Return where a part is offloaded to, and what says so."""
     device, folder = settings.pop(f"{part}_device", None), settings.pop(f"{part}_folder", None)
     if device is None:
         return None

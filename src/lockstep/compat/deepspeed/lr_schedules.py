@@ -50,7 +50,7 @@ class ScheduledLR(LRScheduler):
         return [self.schedule.lr(self.last_epoch, i, own_lr) for i, own_lr in enumerate(self.base_lrs)]
 
     def state_dict(self) -> StateDict:
-        """How far it is; the formula comes from the configuration again."""
+        """Return how far it is; the formula comes from the configuration again."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
 

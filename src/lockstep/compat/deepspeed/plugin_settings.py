@@ -115,7 +115,7 @@ DONE_BY_TRAINER = (
 
 
 def is_of_trainer(plugin: Any) -> bool:
-    """Whether the configuration in a ``DeepSpeedPlugin`` comes from the arguments of a Trainer."""
+    """Return whether the configuration in a ``DeepSpeedPlugin`` comes from the arguments of a Trainer."""
     return hasattr(plugin.hf_ds_config, "trainer_config_process")
 
 

@@ -64,7 +64,7 @@ class DamageWatch:
         return self._trace.backward(loss, self._models) if self.reads_gradients else nullcontext()
 
     def may_step(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients are finite on all ranks; False: skip this step. Collective.
+        """Return whether the gradients are finite on all ranks; False: skip this step. Collective.
 
         Raises:
             DamageError: they are not, and training is to stop, or too many steps were skipped in a row.

@@ -68,7 +68,7 @@ class _Look:
     facts: dict[int, Evidence | Silent]
 
     def has_moved(self, facts: Mapping[int, Evidence | Silent]) -> bool:
-        """Whether a collective was begun or has ended since then."""
+        """Return whether a collective was begun or has ended since then."""
         return any(
             isinstance(one, Evidence) and isinstance(before, Evidence) and one.has_moved(before)
             for rank, one in facts.items()
@@ -76,7 +76,7 @@ class _Look:
         )
 
     def waited_s(self, facts: Mapping[int, Evidence | Silent]) -> float:
-        """How long some rank has waited for a processor since then."""
+        """Return how long some rank has waited for a processor since then."""
         known = ((one, self.facts.get(rank)) for rank, one in facts.items())
         return max(
             (one.waited_s - before.waited_s for one, before in known if before is not None), default=0.0
@@ -187,7 +187,7 @@ class HangJudge:
             self._next_question = now + 1.0
 
     def _is_certain(self, question: _Question, facts: dict[int, Evidence | Silent], now: float) -> bool:
-        """Whether the ranks do what they did at an earlier look, and had their processors in between."""
+        """Return whether the ranks do what they did at an earlier look, and had their processors in between."""
         silent = [one for one in facts.values() if isinstance(one, Silent)]
         if any(one.state in CERTAIN_STATES for one in silent):
             return True
@@ -246,7 +246,7 @@ class HangJudge:
             self._ask_ranks(running, now)
 
     def _lasts_s(self, finding: Finding) -> float:
-        """How long what was found may last."""
+        """Return how long what was found may last."""
         if finding.cause == "ended" and self._round.ended.keys() >= set(finding.ranks):
             # A process that has ended never comes.
             return 0.0

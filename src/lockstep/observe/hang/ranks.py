@@ -110,7 +110,7 @@ class WatchedRound:
         return max((one.boundaries for one in (*self.ranks.values(), *self.vanished.values())), default=0)
 
     def missing(self) -> bool:
-        """Whether a rank that has not ended has no connection."""
+        """Return whether a rank that has not ended has no connection."""
         return any(rank not in self.ranks and rank not in self.ended for rank in range(self.world_size))
 
     def not_ended(self) -> list[WatchedRank]:

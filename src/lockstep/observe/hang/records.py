@@ -89,7 +89,7 @@ class Evidence:
     waited_s: float = 0.0
 
     def has_moved(self, since: Evidence) -> bool:
-        """Whether a collective was begun or has ended since an earlier evidence."""
+        """Return whether a collective was begun or has ended since an earlier evidence."""
         mine, before = (
             (one.completed, [(each.group, each.number, each.operation, each.peer) for each in one.pending])
             for one in (self, since)

@@ -101,7 +101,7 @@ class Waits:
 
 
 def belong_together(one: PendingCollective, other: PendingCollective) -> bool:
-    """Whether two ranks' collectives can be one and the same."""
+    """Return whether two ranks' collectives can be one and the same."""
     if one.operation != other.operation:
         return False
     if not one.operation.lstrip("_").startswith(EQUAL_SIZES):

@@ -12,7 +12,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 def is_seen(
     world_size: int, axes: ParallelDims, parallel: Parallel, models: Sequence[ParallelModel], device: str
 ) -> bool:
-    """Whether all that the main thread waits for in a step, on behalf of other ranks, is in ``communication``.
+    """Return whether all that the main thread waits for in a step, on behalf of other ranks, is in ``communication``.
 
     Seen are DDP's end of a backward, on every kind of device; and on CPUs what models that are sharded, or split by
     ``tp``, ``cp`` or ``ep``, send. Not seen are pipelines, what an accelerator waits for by itself, and FSDP2's

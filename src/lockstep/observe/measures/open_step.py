@@ -71,7 +71,7 @@ class OpenStep:
         self._late = LateNumbers(self._numbers())
 
     def have_come(self) -> bool:
-        """Whether ``settle`` waits for nothing."""
+        """Return whether ``settle`` waits for nothing."""
         return self._late is None or self._late.have_come()
 
     def write_into(self, step: StepMeasures, accumulates: bool) -> None:
@@ -151,7 +151,7 @@ class LateNumbers:
             self._event.record()
 
     def have_come(self) -> bool:
-        """Whether ``read`` waits for nothing."""
+        """Return whether ``read`` waits for nothing."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[float | None]:
@@ -168,5 +168,5 @@ class LateNumbers:
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether it is a 0-d tensor that can be read without a collective."""
+    """Return whether it is a 0-d tensor that can be read without a collective."""
     return type(value) in PLAIN and value.dim() == 0  # type: ignore[attr-defined]

@@ -89,6 +89,6 @@ class OperatorCounter(dispatch.TorchDispatchMode):
 
 
 def _multiplies(args: tuple[object, ...]) -> bool:
-    """Whether an operator of somebody else's takes two floating-point tensors with rows and columns."""
+    """Return whether an operator of somebody else's takes two floating-point tensors with rows and columns."""
     matrices = [a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() >= 2]
     return len(matrices) >= 2

@@ -127,7 +127,7 @@ class StepRecorder:
         return self._epoch
 
     def settled_folder(self) -> Path | None:
-        """Where this process writes, once it is settled that steps are made; None: nowhere."""
+        """Return where this process writes, once it is settled that steps are made; None: nowhere."""
         if self._writer is None:
             return None
         self._writer.begin(continues=False)

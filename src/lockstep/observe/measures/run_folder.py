@@ -115,7 +115,7 @@ class RunWriter:
 
     @classmethod
     def has_one(cls, path: Path) -> bool:
-        """Whether this process writes this folder already."""
+        """Return whether this process writes this folder already."""
         return path in cls._writers
 
     def begin(self, continues: bool) -> None:

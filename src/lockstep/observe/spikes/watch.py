@@ -114,7 +114,7 @@ class SpikeWatch:
         self._norm = norm if self._norm is None else torch.hypot(self._norm, norm.to(self._norm.device))
 
     def may_step(self, norm: Callable[[], torch.Tensor], loss_scale: Callable[[], float] | None) -> bool:
-        """Whether the step is to be made. Collective: one all-reduce of three numbers. Waits for the device.
+        """Return whether the step is to be made. Collective: one all-reduce of three numbers. Waits for the device.
 
         Args:
             norm: The norm of the averaged gradients, 0-d, for scripts that do not clip.
@@ -197,7 +197,7 @@ class SpikeWatch:
         return max(found, key=lambda spike: spike.score, default=None)
 
     def _write_capsule(self, spike: Spike, seen: dict[str, float | None], samples: int | None) -> str | None:
-        """Where the step was written down."""
+        """Return where the step was written down."""
         if self._keeper is None:
             return None
         history = {kind: recent.median_and_mad() for kind, recent in self._recent.items() if recent.values()}

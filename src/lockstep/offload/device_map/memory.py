@@ -34,7 +34,7 @@ def dtype_of(dtype: torch.dtype | str | None, origin: str = "dtype") -> torch.dt
 
 
 def is_converted(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype follow the dtype that is asked for: integers and truth values do not."""
+    """Return whether tensors of this dtype follow the dtype that is asked for: integers and truth values do not."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -173,7 +173,7 @@ MaxMemory = Mapping[DeviceName, int | str]
 
 
 def accelerator_count() -> int:
-    """How many accelerators this process sees, not counting MPS."""
+    """Return how many accelerators this process sees, not counting MPS."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return 0 if accelerator is None or accelerator.type == "mps" else torch.accelerator.device_count()
 
@@ -295,7 +295,7 @@ def get_balanced_memory(
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], undivided: list[str]) -> int:
-    """How much more than its equal share a device gets, as layers are not divided: 1.25 layers."""
+    """Return how much more than its equal share a device gets, as layers are not divided: 1.25 layers."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first_of_class: dict[str, int] = {}
     for name, size in sizes.items():

@@ -225,7 +225,7 @@ def as_device(device: object, module: str) -> torch.device | str:
 
 
 def main_device_of(device_map: Mapping[str, object], main_device: object = None) -> torch.device:
-    """Where offloaded weights are used: as given, else the first accelerator of the map, else the CPU."""
+    """Return where offloaded weights are used: as given, else the first accelerator of the map, else the CPU."""
     if main_device is not None:
         device = as_device(main_device, "main_device")
         if not isinstance(device, torch.device):

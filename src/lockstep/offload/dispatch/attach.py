@@ -192,7 +192,7 @@ def detach(model: nn.Module) -> None:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether something is attached."""
+    """Return whether something is attached."""
     return _HANDLES in model.__dict__ or weights.streamer_of(model) is not None
 
 
@@ -239,7 +239,7 @@ def _blocks(model: nn.Module, undivided: Sequence[str]) -> dict[str, nn.Module]:
 def _module_devices(
     model: nn.Module, placements: list[TensorPlacement], entries: Sequence[str]
 ) -> dict[str, torch.device]:
-    """Where each module that has tensors of its own computes, and each of the device map."""
+    """Return where each module that has tensors of its own computes, and each of the device map."""
     by_tensor = {id(placement.ref.tensor): placement.execution for placement in placements}
     devices = {}
     for name, module in model.named_modules():

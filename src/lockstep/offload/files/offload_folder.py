@@ -67,7 +67,7 @@ def index_of(folder: str) -> dict[str, dict[str, object]]:
 
 
 def regions_of(index: Mapping[str, Mapping[str, object]], folder: str | None) -> dict[str, FileRegion]:
-    """Where the weights of an index are. Paths in it are absolute or relative to ``folder``.
+    """Return where the weights of an index are. Paths in it are absolute or relative to ``folder``.
 
     Raises:
         OffloadError: a file is missing, damaged, or does not have what the index says.

@@ -213,7 +213,7 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 
 
 def is_mostly_present(tensor: torch.Tensor) -> bool:
-    """Whether most pages of a mapped tensor were read in. False also where the system does not tell."""
+    """Return whether most pages of a mapped tensor were read in. False also where the system does not tell."""
     share = _share_present(tensor)
     return share is not None and share > 0.5
 

@@ -100,7 +100,7 @@ class HostSide:
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._appeared))
 
     def serves(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is on this device."""
+        """Return whether a parameter is on this device."""
         return parameter.device.type == self._device
 
     def begin(self) -> None:

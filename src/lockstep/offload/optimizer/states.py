@@ -36,7 +36,7 @@ class StepRegion:
 
 
 def region_to_move(tensor: torch.Tensor, changes: bool) -> StepRegion | None:
-    """Where a tensor lives in a file, if it can be moved from there as it is; None otherwise."""
+    """Return where a tensor lives in a file, if it can be moved from there as it is; None otherwise."""
     if not tensor.numel() or (found := region_of(tensor)) is None:
         return None
     file, offset = found
@@ -47,7 +47,7 @@ def region_to_move(tensor: torch.Tensor, changes: bool) -> StepRegion | None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in whatever order of dimensions."""
+    """Return whether the elements lie side by side in memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

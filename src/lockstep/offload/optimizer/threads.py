@@ -153,12 +153,12 @@ class EarlyRead:
         return [torch_tensors.version(region.like) for region in self.regions]
 
     def is_unchanged(self) -> bool:
-        """Whether nobody wrote to the tensors, or looked at them: writes through ``data`` have no version."""
+        """Return whether nobody wrote to the tensors, or looked at them: writes through ``data`` have no version."""
         unchanged = self._versions_now() == self._versions
         return unchanged and all(is_untouched(region.like) for region in self.regions)
 
     def is_of(self, item: StepItem) -> bool:
-        """Whether these are the regions of the state of ``item``, in the order of ``arrange``."""
+        """Return whether these are the regions of the state of ``item``, in the order of ``arrange``."""
         places = [(region.file, region.offset, region.nbytes) for region in self.regions]
         return places == [(r.file, r.offset, r.nbytes) for r in in_order(item.states.values())]
 

@@ -123,7 +123,7 @@ def _tensors(module: nn.Module, name: str, recurse: bool) -> dict[str, torch.Ten
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether it is a module of torch.nn, or a subclass, with children whose weights it may use itself."""
+    """Return whether it is a module of torch.nn, or a subclass, with children whose weights it may use itself."""
     if isinstance(module, _CONTAINERS) or next(module.children(), None) is None:
         return False
     return any(

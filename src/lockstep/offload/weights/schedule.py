@@ -77,7 +77,7 @@ def choose_urgent(
     in_use: Collection[GroupT],
     coming: Iterable[GroupT],
 ) -> Choice[GroupT] | None:
-    """How to load ``group``, which is needed now. None: what is ``in_use`` leaves no room for it."""
+    """Return how to load ``group``, which is needed now. None: what is ``in_use`` leaves no room for it."""
     missing = sizes[group] + sum(sizes[one] for one in loaded) - budget
     if missing <= 0:
         return Choice(group, ())
@@ -126,7 +126,7 @@ def choose_ahead(
 
 
 def _next_uses(groups: set[GroupT], coming: Iterable[GroupT]) -> dict[GroupT, int]:
-    """How far each of ``groups`` is from its next use, as far as can be seen."""
+    """Return how far each of ``groups`` is from its next use, as far as can be seen."""
     found: dict[GroupT, int] = {}
     for position, group in enumerate(coming):
         if len(found) == len(groups):

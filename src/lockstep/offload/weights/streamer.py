@@ -298,7 +298,7 @@ class Streamer:
         )
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is a fork of the streamer's process, in which no thread loads anything."""
+        """Return whether this is a fork of the streamer's process, in which no thread loads anything."""
         if os.getpid() == self._pid:
             return False
         if self._in_place:

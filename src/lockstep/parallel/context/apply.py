@@ -109,7 +109,7 @@ def _check_block(name: str, block: nn.Module, size: int, has_another: bool) -> N
 
 
 def _has_other_attention(model: nn.Module) -> bool:
-    """Whether a model of ``transformers`` can call ``scaled_dot_product_attention``; True for other models."""
+    """Return whether a model of ``transformers`` can call ``scaled_dot_product_attention``; True for other models."""
     flags = [getattr(module, "_supports_sdpa", None) for module in model.modules()]
     # None: the module is none of theirs, and says nothing.
     return False not in flags or True in flags

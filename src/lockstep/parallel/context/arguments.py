@@ -80,7 +80,7 @@ def sequence_dim(block: str, name: str, tensor: Tensor, batch: int, length: int)
 
 
 def holds_cache(name: str, value: object) -> bool:
-    """Whether an argument is a store of keys and values of earlier calls."""
+    """Return whether an argument is a store of keys and values of earlier calls."""
     return value is not None and (name in CACHES or hasattr(value, "get_seq_length"))
 
 

@@ -43,7 +43,7 @@ class SequenceLayout:
         return (rank, 2 * self.size - 1 - rank) if self.head_tail else (rank,)
 
     def fits(self, length: int) -> bool:
-        """Whether ``length`` positions can be dealt out evenly."""
+        """Return whether ``length`` positions can be dealt out evenly."""
         return length % self.size == 0 and length >= self.size * FEWEST_POSITIONS
 
     def check(self, length: int, what: str = "The sequence") -> None:

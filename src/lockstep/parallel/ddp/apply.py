@@ -27,7 +27,7 @@ GradientHook = Callable[[Any, c10d.GradBucket], "torch.futures.Future[torch.Tens
 
 
 def has_trained_parameters(model: nn.Module) -> bool:
-    """Whether there is something to average; if not, a model that is thawed later is refused in its forward."""
+    """Return whether there is something to average; if not, a model that is thawed later is refused in its forward."""
     if any(parameter.requires_grad for parameter in nn.Module.parameters(model)):
         return True
     model.register_forward_pre_hook(refuse_thawed)

@@ -127,7 +127,7 @@ def _take_first_ranks_values(stacked: nn.Parameter, group: dist.ProcessGroup) ->
 
 
 def _members(experts: dist.ProcessGroup, data: dist.ProcessGroup) -> tuple[int, ...]:
-    """Where the ranks of ``experts`` are in ``data``."""
+    """Return where the ranks of ``experts`` are in ``data``."""
     places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(data))}
     return tuple(places[rank] for rank in dist.get_process_group_ranks(experts))
 

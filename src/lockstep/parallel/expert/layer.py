@@ -340,7 +340,7 @@ def router_z_loss(model: nn.Module) -> torch.Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this is a forward inside a backward, as activation checkpointing repeats it."""
+    """Return whether this is a forward inside a backward, as activation checkpointing repeats it."""
     return torch_autograd.is_in_backward()
 
 

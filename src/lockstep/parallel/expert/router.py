@@ -91,13 +91,13 @@ def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def capacity(counts: torch.Tensor, factor: float) -> torch.Tensor:
-    """How many choices one expert takes: ceil(factor * k * T / E) for the T tokens of all ranks, 0-d int64."""
+    """Return how many choices one expert takes: ceil(factor * k * T / E) for the T tokens of all ranks, 0-d int64."""
     # The counts of all ranks, choices and experts add up to k * T.
     return (counts.sum().double() * factor / counts.shape[-1]).ceil().long()
 
 
 def within_capacity(counts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """How many of ``counts`` (R, k, E) are kept where an expert takes ``limit`` in all.
+    """Return how many of ``counts`` (R, k, E) are kept where an expert takes ``limit`` in all.
 
     All first choices come before all second ones (GShard), among these rank by rank, on a rank token by token.
     """

@@ -53,7 +53,7 @@ class PlaceholderTensors:
 
 
 def is_placeholder(value: object) -> bool:
-    """Whether ``value`` is a tensor without values."""
+    """Return whether ``value`` is a tensor without values."""
     if isinstance(value, DTensor):
         value = dtensor.local_tensor(value)
     return isinstance(value, FakeTensor)

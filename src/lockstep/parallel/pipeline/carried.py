@@ -73,7 +73,7 @@ def changed_by(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def is_about(function: TorchFunction) -> bool:
-    """Whether a function asks for a tensor's shape, type and so on, not for its values."""
+    """Return whether a function asks for a tensor's shape, type and so on, not for its values."""
     name = name_of(function)
     if name == "__get__":
         return name_of(getattr(function, "__self__", None)) not in _TENSOR_PROPERTIES
@@ -282,7 +282,7 @@ def _message_index(
 
 
 def has_placeholder(given: Iterable[object]) -> bool:
-    """Whether there is one among the values, or in the lists, tuples and dicts among them."""
+    """Return whether there is one among the values, or in the lists, tuples and dicts among them."""
     return any(
         has_placeholder(one.values() if isinstance(one, dict) else one)
         if isinstance(one, (list, tuple, dict))

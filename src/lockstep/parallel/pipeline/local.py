@@ -152,7 +152,7 @@ class LocalStages:
         return [gathered[rank] for rank in sorted(last, key=last.__getitem__)]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is set on any rank. Waits for the device."""
+        """Return whether it is set on any rank. Waits for the device."""
         gathered = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(gathered, dist.ReduceOp.MAX, group=self.group)
         return bool(gathered)

@@ -68,7 +68,7 @@ def _note_denominator(value: object, plain: list[object], tensors: list[Tensor])
 
 
 def are_equal(each: Sequence[Denominators]) -> bool:
-    """Whether all micro-batches have the same denominators. Waits for the device where these are tensors."""
+    """Return whether all micro-batches have the same denominators. Waits for the device where these are tensors."""
     plain, tensors = each[0]
     if any(other[0] != plain or len(other[1]) != len(tensors) for other in each[1:]) or "unknown" in plain:
         return False

@@ -31,7 +31,7 @@ class ModelCall:
 
 
 def count_for_training(asked: int, batch: int, schedule: Schedule, ranks: int) -> int:
-    """How many micro-batches a batch of ``batch`` rows is cut into; ``asked``: 0 chooses.
+    """Return how many micro-batches a batch of ``batch`` rows is cut into; ``asked``: 0 chooses.
 
     Chosen are four for each rank, or else the most below that which divide the batch.
 
@@ -104,7 +104,7 @@ class Joined:
 
 
 def joined(part: Tensor, whole: Tensor, count: int) -> Joined:
-    """How an output is joined that is ``part`` for a micro-batch and ``whole`` for the batch."""
+    """Return how an output is joined that is ``part`` for a micro-batch and ``whole`` for the batch."""
     by_rows = part.ndim > 0 and whole.shape == (count * part.shape[0], *part.shape[1:])
     return Joined(whole.shape, whole.dtype, by_rows, part.requires_grad)
 

@@ -66,7 +66,7 @@ def least_micro_batches(schedule: Schedule, ranks: int) -> int:
 
 
 def fits(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
-    """Whether ``schedule`` can work with that many micro-batches. Looped ones go in rounds of equal size."""
+    """Return whether ``schedule`` can work with that many micro-batches. Looped ones go in rounds of equal size."""
     if micro_batches < least_micro_batches(schedule, ranks):
         return False
     # As torch: rounds = micro_batches // ranks, and each round has micro_batches / rounds of them.

@@ -123,7 +123,7 @@ class PipelinePlan:
         return row_dim(self.traced.shapes[block].get(path), self.whole.shapes[block].get(path))
 
     def has_tensors_without_rows(self, layout: Layout) -> bool:
-        """Whether such tensors come to what the last stage does after its blocks."""
+        """Return whether such tensors come to what the last stage does after its blocks."""
         last = len(self.traced.cuts) - 1
         names = [name for name, block in layout.blocks.items() if block.stage == last]
         if exchanges(self.traced, last):
@@ -214,7 +214,7 @@ def row_dim(part: torch.Size | None, whole: torch.Size | None) -> int | None:
 
 
 def exchanges(traced: ModelTrace, stage: int) -> bool:
-    """Whether a stage uses or sends more than arguments of first blocks."""
+    """Return whether a stage uses or sends more than arguments of first blocks."""
     use = traced.stages[stage]
     sources = traced.cuts[stage + 1].sources if stage + 1 < len(traced.cuts) else ()
     return bool(sources or use.fetches or use.between)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def placement(module: nn.Module, name: str, style: str) -> Placement:
-    """How a parameter of a module with this style lies on the mesh."""
+    """Return how a parameter of a module with this style lies on the mesh."""
     from torch.distributed.tensor import Replicate, Shard
 
     is_weight = name == "weight"

@@ -164,7 +164,7 @@ class OtherCalls:
         return forward
 
     def _computes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Whether tensors are passed, or containers of them: inputs, not weights of the model."""
+        """Return whether tensors are passed, or containers of them: inputs, not weights of the model."""
         return any(self._is_input(value) for value in (*args, *kwargs.values()))
 
     def _is_input(self, value: object) -> bool:

@@ -157,7 +157,7 @@ class ExchangeReduceScatter(ShardCollective):
 
 
 def is_small_on_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether these forms are faster than the group's own collectives."""
+    """Return whether these forms are faster than the group's own collectives."""
     return group.size() <= MOST_RANKS and gloo.carries(c10d.CPU, group)
 
 

@@ -115,7 +115,7 @@ def _neighbours(
 
 
 def _may_share(model: nn.Module, blocks: list[nn.Module], parallel: Parallel, is_cast: bool) -> bool:
-    """Whether blocks of this model may share a group at all.
+    """Return whether blocks of this model may share a group at all.
 
     Not where less memory or these very blocks were asked for, where parameters are split in other ways as well, where
     batch normalisation computes in a type of its own, nor in compiled code, in which hooks cannot count, nor with

@@ -92,7 +92,7 @@ def put_unreduced(
 
 
 def is_used(row: UnreducedRows) -> bool:
-    """Whether the rank that saved it had a gradient. Older checkpoints have rows of such parameters only."""
+    """Return whether the rank that saved it had a gradient. Older checkpoints have rows of such parameters only."""
     return row.get("used", True)
 
 

@@ -48,18 +48,18 @@ def _separable(optimizer: Optimizer) -> Separable | None:
 
 
 def _is_step_of(value: Callable[..., object], name: str, base: type[Optimizer]) -> bool:
-    """Whether torch put the hooks of steps around the step that a subclass inherits."""
+    """Return whether torch put the hooks of steps around the step that a subclass inherits."""
     return name == "step" and inspect.unwrap(value) is inspect.unwrap(base.step)
 
 
 def _replaced_step(optimizer: Optimizer) -> bool:
-    """Whether this object has a step of its own; one that a scheduler notes is its class's."""
+    """Return whether this object has a step of its own; one that a scheduler notes is its class's."""
     own = vars(optimizer).get("step")
     return own is not None and not is_wrapped_by_scheduler(own)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether each element of a parameter is stepped by that of its gradient and state alone.
+    """Return whether each element of a parameter is stepped by that of its gradient and state alone.
 
     It is so of the classes of ``torch.optim`` that are known to, and of subclasses with nothing of their own in a step.
     A class may say it of itself, and is checked then. Of any other class nothing is known.
@@ -71,12 +71,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
-    """Whether the step on shards is that on the whole. DTensor has no rule for what Rprop does to elements."""
+    """Return whether the step on shards is that on the whole. DTensor has no rule for what Rprop does to elements."""
     return is_elementwise(optimizer) and not isinstance(optimizer, torch.optim.Rprop)
 
 
 def is_separable(optimizer: Optimizer) -> bool:
-    """Whether each parameter is stepped by itself. See ``is_elementwise``."""
+    """Return whether each parameter is stepped by itself. See ``is_elementwise``."""
     return declares_elementwise(optimizer) or _separable(optimizer) is not None
 
 
@@ -98,7 +98,7 @@ _ALLOWED = {
 
 
 def declares_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the class has ``elementwise = True``."""
+    """Return whether the class has ``elementwise = True``."""
     return getattr(type(optimizer), "elementwise", False) is True
 
 
@@ -169,7 +169,7 @@ def _draws(func: OpOverload) -> bool:
 
 
 def _has_elements(tree: object) -> bool:
-    """Whether there is a tensor that a rank may have a part of."""
+    """Return whether there is a tensor that a rank may have a part of."""
     found = []
     map_tensors(lambda tensor: found.append(is_dtensor(tensor) or tensor.numel() > 1), tree)
     return any(found)

@@ -116,7 +116,7 @@ class BatchPosition:
         self._seed_for(self._all_handed, -1)
 
     def _is_trained_on(self) -> bool:
-        """Whether batches that come now are for training, as far as models and torch say."""
+        """Return whether batches that come now are for training, as far as models and torch say."""
         return torch.is_grad_enabled() and (
             not self._models or any(model.module.training for model in self._models)
         )

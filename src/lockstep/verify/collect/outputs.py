@@ -94,7 +94,7 @@ class ModuleOutputs:
                 tensor.register_hook(_OnGradient(self, item._replace(kind=ItemKind.OUTPUT_GRADIENT), part))
 
     def _is_of_rows(self, item: TraceItem) -> bool:
-        """Whether a part of the batch has that part of an output; what goes to an expert has any rows."""
+        """Return whether a part of the batch has that part of an output; what goes to an expert has any rows."""
         expected = self._sink.expected_shape(item)
         if not expected or not self._first_sizes:
             return True

@@ -20,7 +20,7 @@ def accumulate_more(times: int) -> int:
 
 
 def window_of_trainer() -> int:
-    """How many batches it takes for each step; 0: there is no Trainer."""
+    """Return how many batches it takes for each step; 0: there is no Trainer."""
     trainer = _calling_trainer()
     return 0 if trainer is None else int(trainer.args.gradient_accumulation_steps)
 

@@ -244,7 +244,7 @@ class VirtualRanks(SequentialRanks):
         return not self._has_gradients
 
     def schedules(self, caller: str) -> int:
-        """How often a scheduler steps that each rank asks in its turn; ``caller``: the module that asks."""
+        """Return how often a scheduler steps that each rank asks in its turn; ``caller``: the module that asks."""
         if not self._has_begun or (self._has_loader and not self._is_in_loop):
             # It steps as it is made, or once for each epoch: that is one step, not one of each rank.
             return 1

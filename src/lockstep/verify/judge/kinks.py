@@ -27,7 +27,7 @@ TIMES = 5
 
 
 def are_switched(differing: Iterable[RankPart], limit: Limit) -> bool:
-    """Whether parts of a gradient agree but for a few elements that are zero in one run alone."""
+    """Return whether parts of a gradient agree but for a few elements that are zero in one run alone."""
     parts = [one for one in differing if one.found.shape == one.expected.shape]
     return bool(parts) and all(_is_switched(one, limit) for one in parts)
 

@@ -69,7 +69,7 @@ class Case:
         return min(max(TIMES_ALLOWED * self.allowed, CLOSE), PART * distance)
 
     def is_close(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether two tensors of one shape are the same but for what may be left."""
+        """Return whether two tensors of one shape are the same but for what may be left."""
         sums = compare(found, expected)
         return not sums.wrong and sums.expected > 0 and sums.apart <= self.near**2 * sums.expected
 

@@ -57,11 +57,11 @@ class UnknownSigns:
                     self._moved[item.step] += (apart / size) ** 2
 
     def of_update(self, item: TraceItem) -> float:
-        """How far an update may be off by them: a norm."""
+        """Return how far an update may be off by them: a norm."""
         return self._updates.get(item, 0.0)
 
     def later(self, item: TraceItem) -> float:
-        """How far what comes after those updates may be off by them: a relative distance.
+        """Return how far what comes after those updates may be off by them: a relative distance.
 
         Weights that are off by more than one rounding step move an item by as many times more than the disturbance did
         in the first step.

@@ -209,14 +209,14 @@ class _ItemLimits:
 
 
 def _row_counts(trace: Trace) -> set[int]:
-    """How many rows tensors have of which each belongs to a sample, or to a position of one."""
+    """Return how many rows tensors have of which each belongs to a sample, or to a position of one."""
     batches = {trace.shape(item)[0] for item in trace if item.kind is ItemKind.BATCH}
     shapes = (trace.shape(item) for item in trace if item.kind is ItemKind.OUTPUT)
     return batches | {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[0] in batches}
 
 
 def _is_chosen(shape: tuple[int, ...], rows: set[int]) -> bool:
-    """Whether the rows of a tensor are those that went to an expert: none for each sample or position."""
+    """Return whether the rows of a tensor are those that went to an expert: none for each sample or position."""
     return len(shape) == 2 and bool(rows) and shape[0] not in rows and shape[0] > 1
 
 

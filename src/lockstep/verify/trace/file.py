@@ -132,11 +132,11 @@ class Trace:
         return tuple(self._entries[item.key]["shape"])
 
     def has_known_type(self, item: TraceItem) -> bool:
-        """Whether torch has a type for its elements."""
+        """Return whether torch has a type for its elements."""
         return self._entries[item.key]["dtype"] in DTYPES
 
     def is_float(self, item: TraceItem) -> bool:
-        """Whether its numbers are rounded."""
+        """Return whether its numbers are rounded."""
         return str(self._entries[item.key]["dtype"]).startswith(("F", "BF", "C"))
 
     def tensor(self, item: TraceItem) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ShardAxes:
         return cls((axes.tp, meshes.rank_on("tp")), (axes.cp, meshes.rank_on("cp")), axes.pp, is_ring)
 
     def cuts_positions(self, shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:
-        """Whether a tensor of ``shape`` is this rank's positions of one of the shape that is expected."""
+        """Return whether a tensor of ``shape`` is this rank's positions of one of the shape that is expected."""
         size = self.cp[0]
         if size == 1 or expected is None or len(shape) != len(expected):
             return False
@@ -102,7 +102,7 @@ def _local_ranges(
 
 
 def _positions(mine: int, axes: ShardAxes) -> list[Range]:
-    """Which ``mine`` positions of a sequence this rank has."""
+    """Return which ``mine`` positions of a sequence this rank has."""
     size, rank = axes.cp
     if not axes.has_head_and_tail:
         return [(mine * rank, mine)]

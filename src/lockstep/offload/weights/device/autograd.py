@@ -143,7 +143,7 @@ def _cast_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lies_like(tensor: torch.Tensor, working: WorkingTensor) -> bool:
-    """Whether a cast of ``working`` has the elements where ``tensor`` has them."""
+    """Return whether a cast of ``working`` has the elements where ``tensor`` has them."""
     return (
         tensor.device == working.tensor.device
         and tensor.shape == working.tensor.shape
@@ -284,7 +284,7 @@ class HostGradients:
 
 
 def _add(host_tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether ``gradient`` was added to one that was there; otherwise it is the one now."""
+    """Return whether ``gradient`` was added to one that was there; otherwise it is the one now."""
     is_added = host_tensor.grad is not None
     if is_added:
         host_tensor.grad.add_(gradient)  # type: ignore[union-attr]

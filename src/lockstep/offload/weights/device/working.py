@@ -39,7 +39,7 @@ class Slot:
         return torch_tensors.storage_key(self.buffer)
 
     def is_held(self, views: int) -> bool:
-        """Whether somebody holds its memory besides ``views`` tensors; False where this cannot be told."""
+        """Return whether somebody holds its memory besides ``views`` tensors; False where this cannot be told."""
         uses = torch_tensors.storage_uses(self.buffer)
         return uses is not None and self.own_uses is not None and uses > self.own_uses + views
 
