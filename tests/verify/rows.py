@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
-from lockstep.parallel.tensor import ColumnRowRegion, infer_plan
+from lockstep.parallel.tensor import ColumnRowRegion
 from tests.patching import module_of
 
 WORDS, WIDTH, ROWS = 32, 16, 8  # the sequence is as long as the batch
@@ -110,7 +110,6 @@ def said(row: Row, derives: bool) -> tuple[str, bool]:
     ids, labels = (torch.randint(WORDS, (ROWS, ROWS), generator=numbers) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         if not derives:
-            patch.setattr(module_of(infer_plan), "_why_whole", lambda *_: "")
             patch.setattr(module_of(ColumnRowRegion), "MARKED_FORWARDS", 0)
         accelerator = Accelerator(cpu=True, parallel=row.parallel)
         user = row.make()

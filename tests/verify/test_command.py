@@ -171,7 +171,9 @@ def test_what_cannot_be_checked_is_said(check_in_forks: Check, which: str, sente
 def test_what_cannot_be_checked_of_scripts_of_others_is_said(
     check_in_forks: Check, words: tuple[str, ...], sentence: str
 ) -> None:
-    code, said, errors = check_in_forks("--wrapped", *words)
+    # Forks have imported accelerate, whose loaders know the rows of all ranks.
+    run = check if "own_rows" in words else check_in_forks
+    code, said, errors = run("--wrapped", *words)
     assert (code, said) == (2, ""), said + errors
     assert sentence in " ".join(errors.split())
 

@@ -58,7 +58,7 @@ ROWS = [
     Row("step_skipped_on_one_rank", "net", "ddp", 2, 2, K.BATCH, "", "step was skipped on rank 1"),
     # Data, seeds, buffers.
     Row("sample_read_twice", "net", "ddp", 2, 1, K.BATCH, "", "more than once"),
-    Row("other_weights_on_one_rank", "net", "ddp", 2, 0, K.WEIGHT, "inner.weight", "rank 1 was left out"),
+    Row("other_weights_on_one_rank", "net", "ddp", 2, 1, K.OUTPUT, "inner"),
     Row("another_mask_of_dropout", "net", "ddp", 2, 1, K.OUTPUT, "drop"),
     Row("statistics_in_bf16", "net", "ddp", 2, 1, K.BUFFER, "batch_norm.running_var"),
     # Models that are split.

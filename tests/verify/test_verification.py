@@ -30,7 +30,7 @@ SAID = {
     "batchnorm": ["blocks.1.norm1"],
     "padded": ["loss", "LanguageModel"],
     "raises": ["KeyError", "micro-batches are not what this takes", "one of the 4 micro-batches"],
-    "positions": ["'blocks.1'", "mixes positions outside of attention"],
+    "positions": ["'blocks.1'", "mix positions before or after the blocks"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],
 }
 RIGHT: dict[str, tuple[str, dict[str, str]]] = {

@@ -115,10 +115,11 @@ class ParallelModel:
     def reduce_gradients(self) -> None:
         """Average after backward what torch's engines leave to us, unless within ``no_sync``. Collective."""
 
-    def check_gradients(self, optimizer: Optimizer | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None, compares_copies: bool = True) -> None:
         """Raise UsageError before a step if a backward has left out gradients that other ranks wait for.
 
-        Also if gradients that this ``optimizer`` steps on are this rank's own. None: they may be.
+        Also if gradients that this ``optimizer`` steps on are this rank's own. None: they may be. And, with
+        ``compares_copies``, if copies of a parameter differ between the ranks.
         """
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -201,10 +202,10 @@ class ReplicatedModel(ParallelModel):
         with self.module.without_buffers(), super().summoned():
             yield
 
-    def check_gradients(self, optimizer: Optimizer | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None, compares_copies: bool = True) -> None:
         self.module.check_reduced()
         if optimizer is not None:
-            self.module.check_averaged(optimizer)
+            self.module.check_averaged(optimizer, compares_copies)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.module.named_parameters():
@@ -271,7 +272,7 @@ class ShardedModel(SplitModel):
         if self.sharding.has_whole:
             super().reduce_gradients()
 
-    def check_gradients(self, optimizer: Optimizer | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None, compares_copies: bool = True) -> None:
         if optimizer is None:
             self.sharding.step_with_closure()
         else:
@@ -369,9 +370,9 @@ class PipelinedModel(ParallelModel):
         if self.mean is not None:
             self.mean.average()
 
-    def check_gradients(self, optimizer: Optimizer | None) -> None:
+    def check_gradients(self, optimizer: Optimizer | None, compares_copies: bool = True) -> None:
         for stage in self.stages:
-            stage.check_gradients(optimizer)
+            stage.check_gradients(optimizer, compares_copies)
 
     def loss_of(
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext

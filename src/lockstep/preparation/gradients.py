@@ -158,7 +158,8 @@ class Gradients:
         self._step.trains()
         is_checked = not has_closure and self._ranks_step_together()
         for model in self._models:
-            model.check_gradients(optimizer if is_checked else None)
+            # Damage checks name the ranks whose copies differ.
+            model.check_gradients(optimizer if is_checked else None, compares_copies=self._damage is None)
         self.watch.before_step(has_closure)
 
     def forget(self) -> None:

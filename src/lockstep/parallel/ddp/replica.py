@@ -142,8 +142,8 @@ class DistributedDataParallel(TorchDDP):
                 "backward once."
             ) from error
 
-    def check_averaged(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if the ranks' gradients or parameters differ before a step.
+    def check_averaged(self, optimizer: Optimizer, compares_copies: bool = True) -> None:
+        """Raise UsageError if the ranks' gradients differ before a step, or copies of their parameters.
 
         This is asked where every backward since the last step was one of ``no_sync``; and in the first step, the
         second, the fourth, the eighth, and so on, for gradients that no reducer has seen, and for steps that used
@@ -161,7 +161,7 @@ class DistributedDataParallel(TorchDDP):
             torch.zeros_like(p) if p.grad is None or p.grad.layout is not torch.strided else p.grad
             for p in self._trained
         ]
-        differing = most_apart([*found, *self._trained], self.process_group)
+        differing = most_apart([*found, *(self._trained if compares_copies else [])], self.process_group)
         if differing is None:
             return
         kind = type(self.module).__name__
