@@ -26,7 +26,6 @@ from lockstep.observe.hang.wording import describe_line
 CAUSE = "a request of lockstep top"
 MOST_SENTENCES = 20
 MOST_VIEWERS = 16
-STACKS_EVERY_S = 1.0
 
 
 class ViewerConnection(Protocol):
@@ -64,7 +63,6 @@ class RunViewers:
         self._began = time.time()
         self._viewers: list[ViewerConnection] = []
         self._want_stacks: list[ViewerConnection] = []
-        self._asked_stacks = float("-inf")
         self._sentences: deque[tuple[float, str]] = deque(maxlen=MOST_SENTENCES)
         watch.at_answer = self._stack
 
@@ -133,16 +131,10 @@ class RunViewers:
             self.say(done)
 
     def _ask_for_stacks(self, peer: ViewerConnection) -> None:
-        now = time.monotonic()
         if peer not in self._want_stacks:
             self._want_stacks.append(peer)
-        # The answers to a question just before are for both.
-        if now - self._asked_stacks >= STACKS_EVERY_S:
-            self._asked_stacks = now
-            if not self._watch.request_stacks():
-                peer.send(
-                    {"kind": "top.said", "sentence": "No rank is running, so the request cannot be sent."}
-                )
+        if not self._watch.request_stacks():
+            peer.send({"kind": "top.said", "sentence": "No rank is running, so the request cannot be sent."})
 
     def _stack(self, evidence: Evidence) -> None:
         message = {
