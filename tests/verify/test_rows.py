@@ -16,9 +16,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "numbers", [[1, 3, 5], pytest.param([4, 7], marks=pytest.mark.exhaustive)], ids=str
-)
+@pytest.mark.parametrize("numbers", [[1, 3, 5], pytest.param([4, 7], marks=pytest.mark.exhaustive)], ids=str)
 def test_each_row_is_caught_and_its_module_named_where_nothing_is_derived(
     run_distributed: Any, numbers: list[int]
 ) -> None:

@@ -189,7 +189,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "differentiates twice": ("mlp: gradient inside",),
         "cannot be divided among tp=2 ranks": ("attention: multi-query",),
         "weights from parameters()": ("loss: l2 of all parameters",),
-        "does not compute what the whole model does": ("state: inner features by hooks",),
+        "or a hook takes them out": ("state: inner features by hooks",),
         "max_norm does so too": ("structure: largest norm",),
         "inside torch.func": ("mlp: in vmap",),
         "that a model had before accelerator.prepare()": (
