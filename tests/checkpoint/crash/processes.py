@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -47,11 +49,13 @@ def run_ranks(work: Callable[[int, Tell], None], ranks: int, grace_s: float = GR
     """
     port = _free_port()
     ended, pids = [Ended() for _ in range(ranks)], []
+    stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the children write there)
     pipes: dict[Any, int] = {}
     for rank in range(ranks):
         ours, theirs = Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
+            faulthandler.dump_traceback_later(LIMIT_S - 5, file=stacks)
             _child(lambda tell, rank=rank: work(rank, tell), theirs, rank, ranks, port)  # type: ignore[misc]
         theirs.close()
         pids.append(pid)
@@ -77,7 +81,12 @@ def run_ranks(work: Callable[[int, Tell], None], ranks: int, grace_s: float = GR
             deadline = time.monotonic() + LIMIT_S
     failures = [one.failure for one in ended if one.failure]
     assert not failures or any(one.was_killed for one in ended), "\n".join(failures)
-    assert not slow, f"a process took more than {LIMIT_S:.0f} s; reported: {[one.reported for one in ended]}"
+    if slow:
+        stacks.seek(0)
+        reported = [one.reported for one in ended]
+        raise AssertionError(
+            f"a process took more than {LIMIT_S:.0f} s; reported: {reported}\n{stacks.read()}"
+        )
     return ended
 
 
