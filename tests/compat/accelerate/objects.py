@@ -90,9 +90,6 @@ for dispatched in (True, False):
     config = DataLoaderConfiguration(dispatch_batches=dispatched)
     prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
     say("rows", [batch.tolist() for batch in prepared])
-    config = DataLoaderConfiguration(dispatch_batches=dispatched, use_stateful_dataloader=True)
-    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(list(range(4))))
-    say("stateful", [batch.tolist() for batch in prepared])
 
 # -- options and helpers
 
