@@ -198,7 +198,7 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
     if joined:
         c10d.probe()
         gloo.probe()
-        gloo.gather_under_a_short_name()
+        gloo.gather_as_the_plain_one()
     # Of a group that a script made by itself, all ranks count as ranks of one machine.
     _Process.runtime = Runtime(
         rank=dist.get_rank() if joined else environment.rank,

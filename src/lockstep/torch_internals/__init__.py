@@ -17,7 +17,6 @@ if not TYPE_CHECKING:
             "c10d": ["recorder_traces"],
             "copy_on_write": ["is_shared", "lazy_clone", "take_back"],
             "fsdp2": ["params"],
-            "gloo": ["group_with_one_thread"],
             "pipelining": ["splits_backward_exactly"],
             "versions": ["NEWEST", "OLDEST", "unknown"],
         },

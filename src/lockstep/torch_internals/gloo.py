@@ -1,12 +1,8 @@
-"""gloo: a fault in torch's own part of it, and the way around it.
+"""gloo: a part of torch's own that some collectives of CPU tensors keep away from.
 
-Each gloo group has two threads that carry out collectives. Behind each, the thread writes the name of what it did into
-one string of the group, which no lock guards. Names of up to 15 letters lie in the string itself; a longer one has
-memory of its own, and two threads that write at once free it twice, or write into it when it is freed: the process
-ends with "malloc(): unaligned tcache chunk detected" or a segmentation fault, or goes on with whatever was overwritten.
-Of what gloo does, two have a longer name. ALLGATHER_COALESCED is how torch carries out the all-gather of functional
-collectives, which DTensors and tensor parallelism are made of, also where it gathers a single tensor. The other is
-_ALLREDUCE_SPARSE.
+In torch 2.11 to 2.15, memory of a process may be damaged while gloo carries out functional all-gathers or sums of
+sparse tensors. So all-gathers run as the plain one, which has the same result, and sparse gradients are averaged in a
+group with one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ GATHERS = {
 
 
 @functools.cache
-def gather_under_a_short_name() -> torch.library.Library:
+def gather_as_the_plain_one() -> torch.library.Library:
     """Let functional all-gathers of CPU tensors run as the plain all-gather, in this process from now on.
 
     The same bytes, in the same order; several tensors are gathered one by one. Functions that gloo runs for another
