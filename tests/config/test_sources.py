@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lockstep.config import process_environment, user_config_file, worker_settings
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.refusals import expect_refusal
 
+DOCS = Path(__file__).parents[2] / "docs"
+LAUNCHERS = yaml.safe_load((DOCS / "data" / "launchers.yaml").read_text())
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -61,32 +66,46 @@ def test_contradictions_are_refused_with_the_variables_named(environ: dict[str, 
         process_environment(environ)
 
 
+@pytest.mark.parametrize("seen", LAUNCHERS, ids=lambda seen: f"{seen['launcher']} {seen['started by']}")
+def test_the_variables_of_launchers_tell_the_place(seen: dict[str, Any]) -> None:
+    here = process_environment({**seen["variables"], "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    place = [here.rank, here.world_size, here.local_rank, here.local_world_size, here.node_rank]
+    assert (place, here.launcher) == (seen["place"], seen["launcher"])
+
+
+def test_the_docs_list_what_was_seen_of_launchers() -> None:
+    rows = {f"| {seen['launcher']} | {seen['version']} | `{seen['started by']}` |" for seen in LAUNCHERS}
+    text = (DOCS / "launching.md").read_text()
+    assert [row for row in sorted(rows) if row not in text] == []
+    assert [name for seen in LAUNCHERS for name in seen["variables"] if f"`{name}`" not in text] == []
+
+
 @pytest.mark.parametrize(
-    "names",
-    [
-        (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        (
-            "MV2_COMM_WORLD_RANK",
-            "MV2_COMM_WORLD_SIZE",
-            "MV2_COMM_WORLD_LOCAL_RANK",
-            "MV2_COMM_WORLD_LOCAL_SIZE",
-        ),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    ],
+    "text", ["4(x2", "x", "4(x999999999),", "4,,4", "(x2)", "4(x2)3", "-1,2", "\u0664,2"]
 )
-def test_other_launchers_are_read_when_there_is_a_place_to_meet(names: tuple[str, ...]) -> None:
-    environ = dict(zip(names, ("5", "8", "1", "4"), strict=True)) | {
+def test_a_list_of_tasks_that_is_none_is_refused(text: str) -> None:
+    environ = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "999999999",
+        "SLURM_STEP_TASKS_PER_NODE": text,
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "29500",
     }
-    here = process_environment(environ)
-    assert (here.rank, here.world_size, here.local_rank, here.local_world_size) == (5, 8, 1, 4)
+    expect_refusal(ConfigError, "SLURM_STEP_TASKS_PER_NODE", process_environment, environ)
+
+
+def test_a_rank_without_a_number_of_ranks_or_a_place_on_its_machine_is_refused() -> None:
+    expect_refusal(ConfigError, "PMIX_RANK=0", process_environment, {"PMIX_RANK": "0"})
+    prterun = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1217@1"}  # of PRRTE 4 in Slurm 22.05
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    expect_refusal(ConfigError, "PMIX_RANK=1", process_environment, prterun | step)
+    meeting = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    elsewhere = {"PMI_RANK": "1", "PMI_SIZE": "2", **meeting}
+    expect_refusal(ConfigError, "LOCAL_RANK", process_environment, elsewhere)
+    here = process_environment({**elsewhere, "MASTER_ADDR": "127.0.0.1"})
+    assert (here.local_rank, here.local_world_size) == (1, 2)
 
 
 def test_a_slurm_batch_script_itself_is_one_process() -> None:

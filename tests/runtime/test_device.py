@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.config import named_device
+from lockstep.config import named_device, process_environment
 from lockstep.errors import ConfigError
-from lockstep.runtime import device_named
+from lockstep.runtime import device_named, device_number
 from tests.refusals import expect_refusal
 
 
@@ -43,6 +43,23 @@ def test_it_is_taken(two_gpus: None, name: str, local_rank: int, processes: int,
 )
 def test_what_is_not_here_is_refused(two_gpus: None, name: str, processes: int, message: str) -> None:
     expect_refusal(ConfigError, message, device_named, name, 0, processes)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "devices", "expected"),
+    [("srun", 1, 0), ("srun", 2, 1), ("torchrun", 1, 1), ("torchrun", 2, 1)],
+)
+def test_a_task_that_is_shown_one_device_takes_it(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, devices: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    names = {
+        "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    }[launcher]
+    meeting = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    environment = process_environment(dict(zip(names, ("1", "2", "1", "2"), strict=True)) | meeting)
+    assert device_number(environment) == expected
 
 
 def test_an_empty_variable_says_nothing() -> None:

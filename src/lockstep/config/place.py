@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,19 +35,26 @@ class ProcessEnvironment:
 
 
 class Launcher(NamedTuple):
-    """The variables in which one kind of launcher tells a process its place."""
+    """The variables in which one kind of launcher tells a process its place; "": it has none such.
+
+    ``mark`` is set by this launcher and by none that comes later. ``local_world_size`` may be a list of all nodes, as
+    Slurm writes it; ``nodes`` is how many there are.
+    """
 
     name: str
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    node_rank: str
+    node_rank: str = ""
+    mark: str = ""
+    nodes: str = ""
 
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
-# Slurm: SLURM_STEP_* exist only inside srun; SLURM_NTASKS also in batch scripts, which are one process.
+# The first one counts whose variables are set: srun --mpi=pmi2 sets those of PMI as well, and mpirun inside of a job
+# of Slurm leaves those of the step by which it came to a node. docs/launching.md says what was seen where.
 OTHER_LAUNCHERS = (
     Launcher(
         "Open MPI's mpirun",
@@ -54,7 +62,13 @@ OTHER_LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_NODE_RANK_UNUSED",  # Open MPI's NODE_RANK is the rank inside the node, not the node's
+    ),
+    Launcher(
+        "LSF's jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
     ),
     Launcher(
         "MVAPICH's mpirun",
@@ -62,19 +76,42 @@ OTHER_LAUNCHERS = (
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
-        "MV2_COMM_WORLD_NODE_RANK_UNUSED",
     ),
     Launcher(
-        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_NODE_UNUSED"
+        "MPICH's mpiexec",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        mark="MPI_LOCALRANKID",
     ),
+    # These exist only inside of srun; SLURM_NTASKS also in batch scripts, which are one process.
     Launcher(
         "Slurm's srun",
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
-        "SLURM_NTASKS_PER_NODE",
+        "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_NODEID",
     ),
+    Launcher(
+        "Flux",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        "",
+        nodes="FLUX_JOB_NNODES",
+    ),
+    Launcher(
+        "Cray's PALS",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PMI_LOCAL_SIZE",
+        "PALS_NODEID",
+        mark="PALS_LOCAL_RANKID",
+    ),
+    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 
 
@@ -88,6 +125,11 @@ def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironme
             and no address at which they can meet.
     """
     launcher = _detect(environ)
+    if environ.get("PMIX_RANK") and (launcher is None or _is_under_prterun(environ, launcher)):
+        raise ConfigError(
+            f"PMIX_RANK={plain(environ['PMIX_RANK'])} is set, but no variable says how many processes there are "
+            "(prterun sets none). Start the script by mpirun, srun or `lockstep launch`, or export RANK and WORLD_SIZE."
+        )
     if launcher is None:
         return ProcessEnvironment()
     world_size = _integer(environ, launcher.world_size, at_least=1, at_most=MAX_PROCESSES)
@@ -107,8 +149,8 @@ def place_in(environ: Environ, need_rendezvous: bool = True) -> ProcessEnvironme
     if world_size == 1 and not _has_rendezvous(environ):
         return ProcessEnvironment(launcher=launcher.name)
     address, port = _rendezvous(environ, launcher, world_size, need_rendezvous)
-    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size, address)
     node_rank = _integer(environ, launcher.node_rank, at_least=0)
+    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size, node_rank, address)
     return ProcessEnvironment(
         rank=rank,
         world_size=world_size,
@@ -127,9 +169,15 @@ def _detect(environ: Environ) -> Launcher | None:
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return TORCHRUN
     for launcher in OTHER_LAUNCHERS:
-        if environ.get(launcher.rank) and environ.get(launcher.world_size):
+        told = (launcher.rank, launcher.world_size, launcher.mark or launcher.rank)
+        if all(environ.get(name) for name in told):
             return launcher
     return None
+
+
+def _is_under_prterun(environ: Environ, launcher: Launcher) -> bool:
+    """Return whether this looks like a task of Slurm only because prterun came to the node by one, of another rank."""
+    return launcher.rank == "SLURM_PROCID" and environ.get("PMIX_NAMESPACE", "").startswith("prterun")
 
 
 def _has_rendezvous(environ: Environ) -> bool:
@@ -164,17 +212,23 @@ def _host(environ: Environ) -> str | None:
 
 
 def _local_place(
-    environ: Environ, launcher: Launcher, rank: int, world_size: int, address: str | None
+    environ: Environ,
+    launcher: Launcher,
+    rank: int,
+    world_size: int,
+    node_rank: int | None,
+    address: str | None,
 ) -> tuple[int, int]:
     """(local rank, local world size); where nothing is said, all are here if they meet on the loopback."""
     local_rank = _integer(environ, launcher.local_rank, at_least=0)
-    local_size_text = environ.get(launcher.local_world_size, "")
-    # srun's SLURM_NTASKS_PER_NODE may be absent or a list such as "2(x3),1"; only a number is of use
-    if launcher is not TORCHRUN and not local_size_text.isdigit():
-        local_size = None
-    else:
-        local_size = _integer(environ, launcher.local_world_size, at_least=1, at_most=world_size)
+    local_size = _local_world_size(environ, launcher, world_size, node_rank)
     here = address is None or address in ("localhost", "::1") or address.startswith("127.")
+    if local_rank is None and launcher is not TORCHRUN and not here:
+        raise ConfigError(
+            f"{launcher.name} started this process as rank {rank} of {world_size}, but no variable says which of its "
+            "machine it is. Start the script with `lockstep launch`, or export RANK, WORLD_SIZE, LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE."
+        )
     if local_size is None:
         # On another machine, this rank and the local ranks before it are all that is certain.
         local_size = world_size if here else min((local_rank or 0) + 1, world_size)
@@ -186,6 +240,34 @@ def _local_place(
             f"from 0 to local world size - 1. Correct the two variables."
         )
     return local_rank, local_size
+
+
+def _local_world_size(
+    environ: Environ, launcher: Launcher, world_size: int, node_rank: int | None
+) -> int | None:
+    if node_rank is not None:
+        tasks = _tasks_of_node(environ.get(launcher.local_world_size, ""), node_rank)
+        if tasks is not None:
+            return tasks
+    nodes = _integer(environ, launcher.nodes, at_least=1)
+    if nodes is not None and world_size % nodes == 0:
+        return world_size // nodes
+    return _integer(environ, launcher.local_world_size, at_least=1, at_most=world_size)
+
+
+def _tasks_of_node(text: str, node_rank: int) -> int | None:
+    """Return the number of a node in a list as Slurm's "4(x2),3", which says 4, 4 and 3; None: it is no such list."""
+    if text.isdigit():
+        return None
+    last = -1
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
+        if found is None:
+            return None
+        last += int(found[2] or 1)
+        if node_rank <= last:
+            return int(found[1])
+    return None
 
 
 def _integer(environ: Environ, name: str, at_least: int, at_most: int | None = None) -> int | None:

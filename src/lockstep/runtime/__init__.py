@@ -28,6 +28,7 @@ if not TYPE_CHECKING:
                 "check_same_versions",
                 "current_runtime",
                 "device_named",
+                "device_number",
                 "differences",
                 "end_runtime",
                 "Runtime",

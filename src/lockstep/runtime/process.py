@@ -20,7 +20,7 @@ import lockstep
 from lockstep import shared_memory
 from lockstep.config.enums import CPUBackend
 from lockstep.config.handlers import InitProcessGroupKwargs
-from lockstep.config.place import ProcessEnvironment
+from lockstep.config.place import TORCHRUN, ProcessEnvironment
 from lockstep.config.sources import DEVICE_VARIABLE, named_backend, named_device, process_environment
 from lockstep.config.values import join_names, plain
 from lockstep.errors import ConfigError, UsageError
@@ -32,6 +32,15 @@ from lockstep.runtime.failure import (
     install_excepthook,
 )
 from lockstep.torch_internals import c10d, dtensor, gloo
+
+
+def device_number(environment: ProcessEnvironment) -> int:
+    """Return which of the devices that this process sees is its own: the one of its local rank, or the only one.
+
+    Slurm and others can show each task a device of its own (``--gpus-per-task``, ``--gpu-bind``), which is its first.
+    """
+    is_bound = environment.launcher not in ("none", TORCHRUN.name) and torch.accelerator.device_count() == 1
+    return 0 if is_bound else environment.local_rank
 
 
 def choose_device(local_rank: int, cpu: bool) -> torch.device:
@@ -186,10 +195,11 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     named = None if cpu else named_device()
+    number = device_number(environment)
     device = (
-        choose_device(environment.local_rank, cpu)
+        choose_device(number, cpu)
         if named is None
-        else device_named(named, environment.local_rank, environment.local_world_size)
+        else device_named(named, number, environment.local_world_size)
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
