@@ -91,6 +91,22 @@ def test_what_is_accepted_as_a_host_cannot_be_an_option_or_anything_for_a_shell(
         assert parse_hosts(str(host)) == (host,)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1\nn1\nn2\nn1\n", "n1:3,n2:1"),  # srun hostname
+        ("n1 slots=4 max_slots=8\nn2 slots=2 max-slots=2\n", "n1:4,n2:2"),  # Open MPI
+        ("n1 slots=8 # fast\nn2 slots=8 rack=2 spare\n", "n1:8,n2:8"),  # DeepSpeed reads no further
+        ("n1:4 user=me\nn2:4\n", "n1:4,n2:4"),  # MPICH
+        ("n1\nn2\n", "n1,n2"),
+    ],
+)
+def test_hostfiles_as_people_have_them(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert ",".join(map(str, read_hostfile(path))) == expected
+
+
 def test_a_hostfile_of_deepspeed_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text(
@@ -112,9 +128,10 @@ def test_a_hostfile_of_deepspeed_is_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("a\nb slot=4\n", ":2: 'slot=4' is not slots=N"),
+        ("a\na\na slots=2\n", ":3: host a is given twice"),
+        ("a slots=2\na\n", ":2: host a is given twice"),
         ("a slots=four\n", ":1: 'four'"),
         ("a slots=0\n", ":1: '0'"),
-        ("a\n\n# x\na\n", ":4: host a is given twice"),
         ("-oProxyCommand=x slots=1\n", ":1: '-oProxyCommand=x'"),
         ("a;b\n", ":1: 'a;b'"),
         ("1.2.3\n", ":1: '1.2.3'"),

@@ -73,12 +73,36 @@ def test_what_mpirun_cannot_do_is_refused(plan: LaunchPlan, sentence: str) -> No
     expect_refusal(ConfigError, sentence, launch.mpirun, plan, {}, 0)
 
 
+def test_hydra_is_called_in_its_own_words() -> None:
+    program = launch.mpirun(TWO, {"LANG": "C"}, 0, hydra=True)
+    names = "I_MPI_PIN,LANG,MASTER_ADDR,MASTER_PORT,OMP_NUM_THREADS"
+    expected = ("mpiexec.hydra", "-n", "4", "-ppn", "2", "-prepend-pattern", "[1,%r]<stdout>:", "-hosts",
+                "hosta,me@hostb", "-genvlist", names, "python", "t.py")  # fmt: skip
+    assert program.arguments == expected
+    alone = launch.mpirun(PLAN, {}, 29501, hydra=True).arguments
+    assert alone[alone.index("-launcher") :][:4] == ("-launcher", "fork", "-hosts", "localhost")
+
+
+@pytest.mark.parametrize(
+    ("version", "hydra"),
+    [
+        ("mpirun (Open MPI) 5.0.11", False),
+        ("HYDRA build details:\n    Version:                                 5.0.2", True),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)", True),
+    ],
+)
+def test_mpirun_says_which_it_is(fakes: Fakes, version: str, hydra: bool) -> None:
+    fakes.recorder("mpirun", f"print({version!r})")
+    assert launch.is_hydra() is hydra
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
         (b"[1,0]<stdout>:text\n", b"[rank 0] text\n"),
         (b"[1,12]<stderr>:a[1,12]<stderr>:b\n", b"[rank 12] ab\n"),
         (b"[1,0]<stdout>:a[1,1]<stdout>:b\n", b"[rank 0] a\n[rank 1] b\n"),
+        (b"[1,1]<stdout>:signal[1,1]<stdout>: 10[1,1]<stdout>:\n", b"[rank 1] signal 10\n"),
         (b"mpirun: no tag\n", b"mpirun: no tag\n"),
     ],
 )
@@ -101,7 +125,7 @@ def test_mpirun_is_called_as_the_dry_run_shows_and_its_exit_code_is_that_of_the_
     )
     done = run(*line, **canaries())
     assert (done.returncode, done.stdout) == (9, "[rank 1] text\n")
-    (call,) = fakes.calls("mpirun")
+    _, call = fakes.calls("mpirun")  # it is asked for its version first
     assert call.argv[call.argv.index(b"--") :] == [b"--", b"echo", b"a b", b"$(x)\n;"]
     assert CANARY.encode() not in b"".join(call.argv)
     assert b"HF_TOKEN" in call.argv  # its name: the value is in the environment of mpirun
@@ -116,6 +140,7 @@ def test_the_first_signal_asks_the_workers_to_stop_and_the_second_ends(fakes: Fa
     fakes.recorder(
         "mpirun",
         "import signal, time\n"
+        "if '--version' in sys.argv: sys.exit()\n"
         "def got(number, _):\n"
         f"    open({str(note)!r}, 'a').write(signal.Signals(number).name + ' ')\n"
         "    if number == signal.SIGTERM: os._exit(143)\n"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.files import read_regular_file
@@ -69,7 +70,8 @@ def parse_one(value: object) -> Host:
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Return the hosts of a file with one ``name slots=N`` in a line; comments begin with ``#``.
 
-    Lines ``name`` and ``name:N`` are understood too, which the hostfiles of MPI have.
+    Lines ``name`` and ``name:N`` are understood too, which the hostfiles of MPI have, and a line ``name`` for each
+    slot, as ``srun hostname`` prints them. What follows the slots (``max_slots=``) is of no use here.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not a host; with file and line.
@@ -84,16 +86,23 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"hostfile {path}: is larger than {MAX_FILE_BYTES} bytes. Name a list of hosts.")
     hosts: list[Host] = []
+    lines: Counter[str] = Counter()
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
-            hosts = list(_distinct([*hosts, _parse_line(words)]))
+            host = _parse_line(words)
+            if host.slots is None:
+                lines[host.name] += 1
+            if host.slots is not None or lines[host.name] == 1:
+                hosts = list(_distinct([*hosts, host]))
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}. Write a line such as: host1 slots=8") from None
     if not hosts:
         raise ConfigError(f"hostfile {path}: names no host. Write lines such as: host1 slots=8")
+    if max(lines.values(), default=1) > 1:
+        hosts = [host if host.slots else replace(host, slots=lines[host.name]) for host in hosts]
     return tuple(hosts)
 
 
@@ -101,11 +110,12 @@ def _parse_line(words: list[str]) -> Host:
     host = parse_one(words[0])
     for word in words[1:]:
         key, equals, value = word.partition("=")
-        if key != "slots" or not equals:
+        if key == "slots" and equals:
+            if host.slots is not None:
+                raise ConfigError(f"the slots of {host.name} are given twice")
+            host = replace(host, slots=_slots(value))
+        elif host.slots is None:
             raise ConfigError(f"{repr_short(word)} is not slots=N")
-        if host.slots is not None:
-            raise ConfigError(f"the slots of {host.name} are given twice")
-        host = Host(host.name, _slots(value), host.user)
     return host
 
 

@@ -39,7 +39,7 @@ if not TYPE_CHECKING:
                 "RoundCompleted",
                 "RoundStarted",
             ],
-            "mpi": ["mpirun", "tagged"],
+            "mpi": ["is_hydra", "mpirun", "tagged"],
             "network": ["find_rendezvous_address", "holder_of", "listening_socket", "LOOPBACK"],
             "node": [
                 "as_line",

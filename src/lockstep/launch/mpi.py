@@ -1,9 +1,13 @@
-"""Launching by Open MPI's mpirun, which starts each worker itself. There is no agent, and so no restarts."""
+"""Launching by the mpirun that is installed, which starts each worker itself. There is no agent, and so no restarts.
+
+Seen with Open MPI 4.1 and 5.0.11, MPICH 5.0.2 and Intel MPI 2021.18; the last two have Hydra as their launcher.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,14 +20,16 @@ from lockstep.launch.network import LOOPBACK, free_port
 from lockstep.launch.plan import LaunchPlan, available_cores
 from lockstep.launch.programs import Programs
 
-# mpirun's tag of a line: [job,rank]<stdout>:
+# Open MPI's tag of a line: [job,rank]<stdout>: Hydra is told to write the same one.
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
+HYDRA_TAG = "[1,%r]<stdout>:"
 SHOWN_PORT = 0
+VERSION_LIMIT_S = 20.0
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
     """mpirun, with the variables that it hands to the workers."""
-    program = mpirun(plan, inherited_environment(), SHOWN_PORT)
+    program = mpirun(plan, inherited_environment(), SHOWN_PORT, is_hydra())
     return [replace(program, environment=without_secrets(program.environment))]
 
 
@@ -36,12 +42,23 @@ def launch(plan: LaunchPlan) -> int:
     from lockstep.launch.guard_process import run_guarded
 
     port = free_port() if plan.num_machines == 1 else SHOWN_PORT
-    program = mpirun(plan, inherited_environment(), port)
+    program = mpirun(plan, inherited_environment(), port, is_hydra())
     programs = Programs([program], plan.fault_policy.grace_s, least=1, translate=_signal_for)
     return run_guarded(lambda *_: programs.run())
 
 
-def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
+def is_hydra() -> bool:
+    """Return whether the ``mpirun`` that is installed is Hydra, of MPICH or Intel MPI, which has other words."""
+    try:
+        asked = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=VERSION_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "HYDRA" in asked.stdout or "Intel(R) MPI" in asked.stdout
+
+
+def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int, hydra: bool = False) -> Command:
     """mpirun with its hosts, and names of variables; their values are in its environment.
 
     ``free`` is a port of this machine, for a run that is here alone.
@@ -54,7 +71,23 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
         **plan.environment,
         **_rendezvous_variables(plan, free),
     }
+    if hydra:
+        # Intel's binds each rank to cores of its own choice.
+        values.setdefault("I_MPI_PIN", "0")
+        words = _words_of_hydra(plan, total, sorted(values))
+    else:
+        words = _words_of_open_mpi(plan, total, sorted(values))
+    return Command(
+        title=f"{total} processes",
+        arguments=(*words, *plan.command),
+        shown=tagged,
+        environment=values,
+    )
+
+
+def _words_of_open_mpi(plan: LaunchPlan, total: int, names: list[str]) -> list[str]:
     words = [
+        "mpirun",
         "-np",
         str(total),
         "--map-by",
@@ -62,20 +95,23 @@ def mpirun(plan: LaunchPlan, environ: Mapping[str, str], free: int) -> Command:
         "--bind-to",
         "none",
         "--tag-output",
-        "-q",
     ]
     if plan.transport.hosts:
         words += ["--host", ",".join(f"{host.target}:{plan.nproc}" for host in plan.transport.hosts)]
     elif plan.num_machines == 1:
         words += ["--host", f"localhost:{plan.nproc}"]
-    for name in sorted(values):
-        words += ["-x", name]
-    return Command(
-        title=f"{total} processes",
-        arguments=("mpirun", *words, "--", *plan.command),
-        shown=tagged,
-        environment=values,
-    )
+    return [*words, *(word for name in names for word in ("-x", name)), "--"]
+
+
+def _words_of_hydra(plan: LaunchPlan, total: int, names: list[str]) -> list[str]:
+    # Its mpirun can be a script that keeps signals to itself.
+    words = ["mpiexec.hydra", "-n", str(total), "-ppn", str(plan.nproc), "-prepend-pattern", HYDRA_TAG]
+    if plan.transport.hosts:
+        words += ["-hosts", ",".join(host.target for host in plan.transport.hosts)]
+    elif plan.num_machines == 1:
+        # Inside of a job it would take the job's machines, and srun to start there.
+        words += ["-launcher", "fork", "-hosts", "localhost"]
+    return [*words, "-genvlist", ",".join(names)]
 
 
 def tagged(line: bytes) -> bytes:
