@@ -270,12 +270,15 @@ def parse_word(value: object) -> str:
 def parse_rendezvous(value: object) -> dict[str, float]:
     """Return how long machines wait for each other: ``KEY=SECONDS,...`` or a mapping; raises ConfigError.
 
-    ``timeout`` is another name of ``join_timeout``, as in torchrun.
+    ``timeout`` is another name of ``join_timeout``, as in torchrun. ``rdzv_backend`` and ``rdzv_endpoint``, which many
+    scripts for Slurm repeat here, have no effect there and here: the flags of these names say it.
     """
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     found: dict[str, float] = {}
     for key, text in parse_pairs(value).items():
+        if key in ("rdzv_backend", "rdzv_endpoint"):
+            continue
         name = "join_timeout" if key == "timeout" else key
         if name not in RENDEZVOUS_KEYS:
             known = (*RENDEZVOUS_KEYS, "timeout")

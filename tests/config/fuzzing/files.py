@@ -232,7 +232,7 @@ HOSTILE_JSON = (
     b"{} {}",
     b'{"a": 1,}',
     b"// comment\n{}",
-    b'{"\\ud800": 1}',
+    b'{"fp16": {"\\ud800": 1}}',
     b'{"\x1b[31m": 1}',
     b'{"steps_per_print": 10' + b" " * 2**20 + b"}",
     b"\xff\xfe{\x00}\x00",

@@ -172,7 +172,11 @@ RUN: dict[str, Pool] = {
     "role": words({"trainer": "trainer", "a.b-c_1": "a.b-c_1"}, "'a b' | '' | [a] | \"a\\nb\" | {a: 1}"),
     "monitor_interval": words({"0.1": 0.1, "5": 5.0, "'2'": 2.0}, "0 | -1 | .inf | soon | [1] | 4000"),
     "rdzv_conf": words(
-        {"{join_timeout: 60}": ANY, "'timeout=60,last_call_timeout=2,heartbeat_timeout=5'": ANY},
+        {
+            "{join_timeout: 60}": ANY,
+            "'timeout=60,last_call_timeout=2,heartbeat_timeout=5'": ANY,
+            "'rdzv_backend=c10d,rdzv_endpoint=host1:29500,timeout=900'": {"join_timeout": 900.0},
+        },
         "x | {read_timeout: 1} | {heartbeat_timeout: 1} | {join_timeout: -1} | {join_timeout: 1, timeout: 2} | [1]",
         "7",
     ),

@@ -143,9 +143,11 @@ def read_command(given: Input) -> Verdict:
 
 @contextmanager
 def nothing_started() -> Iterator[None]:
-    """A process that is started inside is a failure."""
+    """A process that is started inside is a failure, except for the question which mpirun there is."""
 
     def refuse(*arguments: Any, **_options: Any) -> Any:
+        if arguments == (["mpirun", "--version"],):
+            raise FileNotFoundError("mpirun")
         raise AssertionError(f"a process was started: {arguments!r:.200}")
 
     names = split("fork | forkpty | posix_spawn | posix_spawnp | execv | execve | execvp | execvpe | system")

@@ -10,7 +10,7 @@ from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Translation, translate
 from lockstep.config.files import read_json
 from lockstep.config.parallel_words import HOST
-from lockstep.config.values import SettingValue
+from lockstep.config.values import SettingValue, repr_short, suggestion
 from lockstep.errors import ConfigError
 
 NEVER = 2**31 - 1
@@ -23,15 +23,20 @@ def from_deepspeed(config: object, where: str = "the DeepSpeed configuration") -
     that grows every 2000 steps, and no clipping.
 
     Raises:
-        ConfigError: a key is unknown or refused, or two of them contradict each other.
+        ConfigError: a key of a section is unknown, a key is refused, or two of them contradict each other.
     """
     if isinstance(config, (str, Path)):
         where, config = str(config), read_json(config)
     config = getattr(config, "config", config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} is of type {type(config).__name__}. Give a path or a mapping.")
-    found = translate(KEYS, config, where)
-    return Translation(finish(found), found.warnings)
+    unknown = [str(key) for key in config if key not in KEYS]
+    found = translate(KEYS, {key: value for key, value in config.items() if key in KEYS}, where)
+    warnings = [
+        f"{where}: {repr_short(key)[1:-1]} is not known, so it has no effect, as in DeepSpeed.{suggestion(key, KEYS)}"
+        for key in unknown
+    ]
+    return Translation(finish(found), (*found.warnings, *warnings))
 
 
 def finish(found: Translation) -> dict[str, SettingValue]:

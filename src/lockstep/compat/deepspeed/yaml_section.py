@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.compat.deepspeed.config import finish, from_deepspeed
+from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
 from lockstep.config.hosts import parse_filter
@@ -66,6 +67,7 @@ DEEPSPEED_KEYS: Table = {
     "offload_param_nvme_path": Used("param_folder", read.folder),
     "gradient_accumulation_steps": same("gradient_accumulation_steps"),
     "gradient_clipping": same("gradient_clipping"),
+    "seq_parallel_communication_data_type": KEYS["seq_parallel_communication_data_type"],
     "zero3_init_flag": NoEffect(META),
     "zero3_save_16bit_model": NoEffect(
         "save_model always writes whole weights", (True, False, "true", "false")
