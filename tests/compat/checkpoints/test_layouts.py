@@ -64,7 +64,7 @@ def test_files_that_are_no_part_of_the_format_are_named(tmp_path: Path) -> None:
     saved(tmp_path / "pytorch_model.bin", WEIGHTS)
     saved(tmp_path / "scheduler.bin", {"last_epoch": 1})
     (tmp_path / "extra.json").write_text("{}")
-    assert "extra.json: left out, because save_state does not write it" in read_foreign(tmp_path).notes
+    assert "extra.json: left out, because it is no part of a training state" in read_foreign(tmp_path).notes
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,6 @@ def _only_file(source: CheckpointSource) -> str:
         seen = (", ".join(source.names[:8]) or "nothing") + (" and more" if len(source.names) > 8 else "")
         raise CheckpointError(
             f"{source.path} is not a checkpoint of a known kind: it has {seen}. Known are folders of Accelerate, "
-            "FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
+            "the Trainer, FSDP, torch.distributed.checkpoint and DeepSpeed, and single pickled files."
         )
     return files[0]
