@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from lockstep.compat.checkpoints import read_foreign
 from lockstep.errors import CheckpointError
@@ -46,6 +48,29 @@ def test_parameters_have_names_where_the_groups_say_them(tmp_path: Path) -> None
     (group,) = state.optimizers[0]["param_groups"]
     assert group["params"] == ["weight", "bias"] and "param_names" not in group
     assert list(state.optimizers[0]["state"]) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("written", ["torch.save", "torch.distributed.checkpoint"])
+def test_a_flattened_optimizer_is_that_of_the_run(written: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+    groups = [{"params": model[0].parameters(), "lr": 0.25}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, flat = get_state_dict(model, optimizer, options=options)
+    value = {"model": weights, "optimizer": flat}
+    if written == "torch.save":
+        found = read_foreign(saved(tmp_path / "step.pt", value))
+    else:
+        dcp.save(value, checkpoint_id=tmp_path / "step", no_dist=True)
+        found = read_foreign(tmp_path / "step")
+    (read,) = found.optimizers
+    rates = {frozenset(group["params"]): group["lr"] for group in read["param_groups"]}
+    assert rates == {frozenset({"0.weight", "0.bias"}): 0.25, frozenset({"1.weight", "1.bias"}): 0.5}
+    for name, parameter in model.named_parameters():
+        for key, expected in optimizer.state[parameter].items():
+            assert torch.equal(read["state"][name][key], expected)
 
 
 def test_a_folder_with_one_pickled_file_is_that_file(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
     state.models.append(rest.pop(weights[0]))
     state.notes.append(f"{where}[{weights[0]!r}]: weights")
     for key in list(rest):
+        if key in OPTIMIZER_KEYS:
+            rest[key] = _unflattened(rest[key])
         entries = rest[key] if isinstance(rest[key], list) else [rest[key]]
         if key in OPTIMIZER_KEYS and all(is_optimizer(entry) for entry in entries):
             state.optimizers += [optimizer(entry, f"{where}[{key!r}]") for entry in entries]
@@ -75,6 +77,28 @@ def sort_entries(value: Any, where: str, state: ImportedState) -> None:
         state.notes.append(f"{where}[{key!r}]: state of {len(entries)} of that kind")
     for name, part in (("schedulers", state.schedulers), ("scaler", state.scaler), ("other", state.other)):
         require_plain(part, f"{where}, {name}")
+
+
+def _unflattened(saved: object) -> object:
+    """Return the state of an optimizer that was saved as ``state.NAME.exp_avg`` and ``param_groups.NAME.lr``.
+
+    So torch's ``get_optimizer_state_dict`` writes it with ``flatten_optimizer_state_dict``, as torchtitan does.
+    Parameters with the same options become one group. Whatever has another form is returned as it is.
+    """
+    if not isinstance(saved, dict) or not saved:
+        return saved
+    states: dict[str, dict[str, object]] = {}
+    options: dict[str, dict[str, object]] = {}
+    for key, value in saved.items():
+        kind, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+        name, _, what = rest.rpartition(".")
+        if kind not in ("state", "param_groups") or not name:
+            return saved
+        (states if kind == "state" else options).setdefault(name, {})[what] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for name, given in options.items():
+        groups.setdefault(repr(sorted(given.items())), {**given, "params": []})["params"].append(name)
+    return {"state": states, "param_groups": list(groups.values())}
 
 
 def optimizer(saved: Any, where: str) -> StateDict:
