@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,3 @@ def tensors(directory: str | Path) -> dict[str, torch.Tensor]:
         found[name] = whole
     assert used == {(file, key) for file, content in files.items() for key in content}
     return found
-
-
-def tensor_bytes(directory: str | Path) -> int:
-    """Bytes of all elements in all files of tensors."""
-    return sum(
-        math.prod(tensor.shape) * tensor.element_size()
-        for path in Path(directory).glob("*.safetensors")
-        for tensor in load_file(path).values()
-    )

@@ -106,18 +106,6 @@ def test_what_was_added_outlives_a_kill_between_publishing_and_removing(tmp_path
     assert texts(target, files) == files and not (tmp_path / "last.old").exists()
 
 
-def test_what_was_added_to_a_damaged_successor_goes_to_the_one_that_is_kept(tmp_path: Path) -> None:
-    run, target = Run(), tmp_path / "last"
-    run.save(target, 1)
-    target.rename(tmp_path / "last.old")
-    run.save(tmp_path / "other", 2)
-    (tmp_path / "other").rename(target)
-    files = add(target)
-    (target / "state.json").write_text("{}")
-    run.save(target, 3)
-    assert texts(target, files) == files and run.load(target) == 3
-
-
 def test_the_limit_removes_checkpoints_but_not_what_was_added(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

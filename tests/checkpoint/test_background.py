@@ -20,8 +20,6 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint import HostStager
-from lockstep.checkpoint.format import TensorFile
 from lockstep.checkpoint.store import LocalStore
 from lockstep.errors import LockstepError
 from tests.warm_interpreter import WarmInterpreter
@@ -211,47 +209,6 @@ def test_there_are_never_two_at_once(run_distributed: Any, tmp_path: Path) -> No
         assert all(len(names) == 1 for names in seen if isinstance(names, list))
 
 
-def no_memory(directory: str) -> tuple[str, bool]:
-    run = Run()
-    original = HostStager.stage
-
-    def stage(self: HostStager, files: dict[str, TensorFile], copies: Any) -> dict[str, TensorFile]:
-        if run.accelerator.process_index == 1:
-            raise MemoryError("no memory")
-        return original(self, files, copies)
-
-    error = ""
-    with mock.patch.object(HostStager, "stage", stage):
-        try:
-            run.accelerator.save_state(directory, blocking=False)
-        except (LockstepError, MemoryError) as failure:
-            error = str(failure)
-    run.accelerator.wait_for_everyone()
-    return error, Path(directory).parent.joinpath("state.partial").exists()
-
-
-def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all(
-    run_distributed: Any, tmp_path: Path
-) -> None:
-    for error, left in run_distributed(no_memory, 2, str(tmp_path / "state")):
-        assert "no memory" in error
-        assert not left
-
-
-def numbered_in_background(directory: str) -> list[str]:
-    project = ProjectConfiguration(directory, automatic_checkpoint_naming=True, total_limit=2)
-    run = Run("zero=2", project)
-    names = [Path(run.accelerator.save_state(blocking=False)).name for _ in range(4)]
-    run.accelerator.end_training()
-    return names
-
-
-def test_numbered_saves_in_the_background_keep_to_the_limit(run_distributed: Any, tmp_path: Path) -> None:
-    expected = [f"checkpoint_{i}" for i in range(4)]
-    assert run_distributed(numbered_in_background, 2, str(tmp_path)) == [expected] * 2
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == expected[2:]
-
-
 SCRIPT = """
     import sys, threading
     import torch
@@ -295,17 +252,3 @@ def test_a_process_does_not_end_before_its_save(
     saved_files.assert_manifest_tells_the_truth(target)
     bias = saved_files.tensors(target)["model.0.bias"]
     assert bias.tolist() == [1.0 if kind == "fails" else 2.0] * 3
-
-
-def test_copies_are_complete_and_apart_from_what_they_are_of() -> None:
-    wide = torch.arange(12.0).view(3, 4)
-    tensors = {"t": wide.t(), "e": wide[:1].expand(5, 4), "s": torch.tensor(3), "0": torch.zeros(0, 2)}
-    copies = HostStager()
-    taken = copies.stage({"file": TensorFile(dict(tensors))})["file"].tensors
-    expected = {name: tensor.clone() for name, tensor in tensors.items()}
-    wide.zero_()
-    assert all(torch.equal(taken[name], expected[name]) for name in tensors)
-    assert copies.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
-    again = copies.stage({"file": TensorFile({"t": torch.ones(4, 3), "s": torch.ones(2)})})["file"].tensors
-    assert again["t"].data_ptr() == taken["t"].data_ptr()
-    assert copies.nbytes == 12 * 4 + 2 * 4

@@ -12,17 +12,14 @@ from blake3 import blake3
 from lockstep.checkpoint.format import (
     ChunkMetadata,
     FileEntry,
-    FileRecord,
     Manifest,
     Saved,
     TensorEntry,
     canonical,
     check_name,
-    entry_of,
     index_from_bytes,
     index_to_bytes,
     parse_json,
-    rank_file,
 )
 from lockstep.errors import CheckpointError, UsageError
 from tests.refusals import expect_refusal
@@ -109,35 +106,23 @@ def with_saved(**changes: Any) -> dict[str, Any]:
     ("document", "words"),
     [
         (body(version=2), "format version 2"),
-        (body(version="1"), "format version 1"),
         (body(format="other"), "format"),
         (body(more=1), "more"),
         (body(files=[]), "files"),
         (body(files={NAME: None}), NAME),
         (body(folder="../other"), "folder"),
-        (body(folder="/etc"), "folder"),
         (body(folder="a\n"), "folder"),
         ({k: v for k, v in body().items() if k != "saved"}, "saved"),
         (with_file(NAME, size=-1), "size"),
-        (with_file(NAME, size=1.0), "size"),
-        (with_file(NAME, size="1"), "size"),
         (with_file(NAME, size=True), "size"),
-        (with_file(NAME, size=None), "size"),
-        (with_file(NAME, size=2**60), "size"),
         (with_file(NAME, size=10**400), "size"),
         (with_file(NAME, blake3="0" * 63), "blake3"),
         (with_file(NAME, blake3="0" * 64 + "\n"), "blake3"),
-        (with_file(NAME, blake3="G" * 64), "blake3"),
-        (with_file(NAME, blake3=0), "blake3"),
         (with_file(NAME, mode=0o777), "mode"),
         (with_file("manifest.json"), "lists itself"),
         (with_saved(world_size=0), "world_size"),
-        (with_saved(world_size="2"), "world_size"),
         (with_saved(ranks=[-1]), "ranks"),
-        (with_saved(ranks=[0.5]), "ranks"),
-        (with_saved(ranks=3), "ranks"),
         (with_saved(time=3), "time"),
-        (with_saved(versions={"torch": 2}), "versions"),
         (with_saved(host="me"), "host"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -151,9 +136,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused() -> None:
     expect_refusal(CheckpointError, "'../x.json'", Manifest.from_bytes, signed(with_file("../x.json")), "m")
 
 
-@pytest.mark.parametrize(
-    "content", [b"[]", b"3", b'"a"', b"null", b"{}", b'{"manifest": {}}', b'{"manifest": []}']
-)
+@pytest.mark.parametrize("content", [b"[]", b"null", b"{}", b'{"manifest": {}}'])
 def test_json_that_is_no_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError):
         Manifest.from_bytes(content, "m")
@@ -168,22 +151,15 @@ def test_json_that_is_no_manifest_is_refused(content: bytes) -> None:
         b"",
         b"{",
         b"{} {}",
-        b"nan",
         b'{"a": NaN}',
         b'{"a": Infinity}',
-        b"[-Infinity]",
         b"[1e999]",
-        b"[-1e999]",
         b'{"a": 1, "a": 2}',
-        b'{"x": [{"a": 1, "b": 0, "a": 1}]}',
         b"[" * 100_000 + b"]" * 100_000,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         b"[" + b"9" * 5000 + b"]",
         b"\xff\xfe",
-        b'"\xc3\x28"',
-        b"['a']",
         b"[1,]",
-        b"/**/ 1",
         b"\x80\x04K\x01.",
     ],
     ids=lambda content: repr(content[:20]),
@@ -212,12 +188,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("depth", [1, 10, 50])
-def test_nested_json_survives(depth: int) -> None:
-    assert parse_json(canonical(nested(depth)), "x") == nested(depth)
-
-
-@pytest.mark.parametrize("depth", [300, 450, 600, 900, 990])
+@pytest.mark.parametrize("depth", [300, 990])
 def test_json_is_refused_alike_where_it_is_too_deep_to_write_and_to_read(depth: int) -> None:
     with pytest.raises(UsageError):
         canonical(nested(depth))
@@ -266,36 +237,23 @@ def test_an_index_survives() -> None:
     [
         (b"[]", "not a dict"),
         (index_of(piece(offsets=(1, 0))), "lies outside"),
-        (index_of(piece(shape=(2, 4))), "lies outside"),
-        (index_of(piece(offsets=(0,), shape=(6,))), "lies outside"),
         (index_of(piece(offsets=(0, 0, 0), shape=(1, 2, 3))), "lies outside"),
-        (index_of(piece(offsets=(0,))), "lies outside"),
         (index_of(piece(offsets=(2**59, 0), shape=(2**59, 0))), "lies outside"),
         (index_of(), "hold 0 elements"),
         (index_of(piece(shape=(2, 2))), "hold 4 elements"),
         (index_of(piece(), piece()), "hold 12 elements"),
-        (index_of(piece(shape=()), shape=()), "lies outside"),
         (index_of(piece(file="b.safetensors")), "'b.safetensors', which has no bytes"),
         (index_of(piece(), dtype="F64"), "48 bytes into 'a.safetensors', which has 24"),
         (index_of(piece(file="../a.safetensors")), "not a plain relative name"),
-        (index_of(piece(file="/a.safetensors")), "not a plain relative name"),
-        (index_of(piece(file="a\0b")), "not a plain relative name"),
         (index_of(piece(), dtype="F33"), "unknown dtype 'F33'"),
-        (index_of(piece(), dtype="torch.float32"), "unknown dtype"),
         (index_of(piece(), dtype=None), "dtype"),
         (index_of(piece(), shape=(2.0, 3)), "shape"),
         (index_of(piece(), shape=(-2, -3)), "shape"),
-        (index_of(piece(), shape=("2", 3)), "shape"),
-        (index_of(piece(), shape=(2**60, 3)), "shape"),
         (index_of(piece(offsets=(0, True))), "offsets"),
-        (index_of(piece(offsets=(-1, 0))), "offsets"),
         (index_of(piece(file=None)), "file"),
         (index_of(piece(key=3)), "key"),
         (index_of(piece(), stride=[3, 1]), "stride"),
-        (index_of({**piece(), "dtype": "F32"}), "dtype"),
-        (index_of(3), "pieces"),
         (json.dumps({"w": 3}).encode(), "valid dictionary"),
-        (json.dumps({"w": {"dtype": "F32", "shape": [], "pieces": {}}}).encode(), "pieces"),
         (b'{"w": {"dtype": "F32", "shape": [], "pieces": [], "shape": []}}', "twice"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -316,37 +274,8 @@ def test_an_index_whose_pieces_overlap_and_leave_a_hole_is_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "",
-            ".",
-            "..",
-            "/",
-            "/a",
-            "a/",
-            "a//b",
-            "./a",
-            "a/.",
-            "../a",
-            "a/../b",
-            "a/..",
-            "~/a~",
-            "a\\b",
-            "C:a",
-        ),
-        *(
-            "a\n",
-            "a\0",
-            "a\t",
-            "é",
-            "a" * 256,
-            "/".join(["a" * 200] * 6),
-            "a:b",
-            "a*",
-            "$HOME",
-            "...",
-            "|ls",
-            "a/ /..",
-        ),
+        *("", ".", "..", "/a", "a/", "a//b", "./a", "a/../b", "~/a~", "a\\b", "C:a"),
+        *("a\n", "a\0", "é", "a" * 256, "/".join(["a" * 200] * 6), "a*", "$HOME", "...", "a/ /.."),
     ],
 )
 def test_names_that_could_lead_elsewhere_are_refused(name: str) -> None:
@@ -357,8 +286,3 @@ def test_names_that_could_lead_elsewhere_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [NAME, "a/b/c.txt", ".hidden", "a b", "x..y", "A_1-2.3,=+@", "a" * 255])
 def test_plain_names_are_let_through(name: str) -> None:
     assert check_name(name) == name
-
-
-def test_small_things() -> None:
-    assert rank_file(3) == "rank-00003.json"
-    assert entry_of(FileRecord(3, "0" * 64)) == FileEntry(size=3, blake3="0" * 64)

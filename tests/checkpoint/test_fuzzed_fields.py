@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,13 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 class Small:
-    """A run inside an accumulation window, with weighted losses and momentum in float64's range of things."""
+    """A run inside an accumulation window, with weighted losses."""
 
-    def __init__(self, optimizer: str = "adamw") -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = nn.Linear(FEATURES, 2)
-        if optimizer == "adamw":
-            made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, amsgrad=True)
-        else:
-            made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        made = torch.optim.AdamW(model.parameters(), lr=0.05, amsgrad=True)
         rows = TensorDataset(torch.randn(12, FEATURES), torch.randint(0, 2, (12,)))
         self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
             model,
@@ -119,8 +116,8 @@ class Small:
         return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
 
-def saved(folder: Path, optimizer: str = "adamw") -> Draft:
-    run = Small(optimizer)
+def saved(folder: Path) -> Draft:
+    run = Small()
     run.train(3)  # inside of the second window
     run.accelerator.save_state(folder)
     return Draft(folder)
@@ -150,32 +147,22 @@ def outcome(draft: Draft, folder: Path, run: Small) -> str:
     return "" if run.is_finite() else "loaded, and then weights were no numbers"
 
 
-def wrong_of(
-    draft: Draft, folder: Path, name: str, document: str, some: Callable[[int], bool], kind: str
-) -> list[str]:
-    """Each field of one document, replaced by each value that ``some`` chooses."""
-    wrong, run, number = [], Small(kind), 0
-    good = folder.with_name("good")
-    draft.copy().write(good)
+@pytest.mark.parametrize("document", ["body", "common", "own", "index"])
+def test_each_field_is_checked_before_anything_changes(tmp_path: Path, document: str) -> None:
+    """Replaced by each value; of these cases a part is tried, which is another one for each field."""
+    draft, run, wrong, number = saved(tmp_path / "saved"), Small(), [], 0
     for path in fields(getattr(draft, document)):
         for what, value in VALUES.items():
             number += 1
-            if not some(number):
+            if number % 61:
                 continue
             changed = draft.copy()
             replaced(getattr(changed, document), path, value)
-            found = outcome(changed, folder, run)
-            if found:
-                wrong.append(f"{name} {'.'.join(map(str, path))} = {what}: {found}")
-                run = Small(kind)
+            if found := outcome(changed, tmp_path / "forged", run):
+                wrong.append(f"{'.'.join(map(str, path))} = {what}: {found}")
+                run = Small()
     assert number > 100
-    return wrong
-
-
-@pytest.mark.parametrize("document", ["body", "common", "own", "index"])
-def test_each_field_is_checked_before_anything_changes(tmp_path: Path, document: str) -> None:
-    draft = saved(tmp_path / "saved")
-    assert wrong_of(draft, tmp_path / "forged", document, document, lambda n: n % 41 == 0, "adamw") == []
+    assert wrong == []
 
 
 def other_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -195,6 +182,7 @@ def other_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_each_tensor_is_checked_before_anything_changes(tmp_path: Path) -> None:
+    """Replaced by each other one; of these cases every second is tried, which are others for each tensor."""
     draft, run, wrong, count = saved(tmp_path / "saved"), Small(), [], 0
     for name, entry in draft.index.items():
         piece = entry["pieces"][0]
@@ -205,11 +193,12 @@ def test_each_tensor_is_checked_before_anything_changes(tmp_path: Path) -> None:
             )
             if is_data and what in ("NaN", "infinite", "negative"):
                 continue  # weights, moments and gradients of a run that has diverged are what was saved
+            count += 1
+            if count % 2:
+                continue
             changed = draft.copy()
             changed.replace_tensor(name, tensor)
-            found = outcome(changed, tmp_path / "forged", run)
-            count += 1
-            if found:
+            if found := outcome(changed, tmp_path / "forged", run):
                 wrong.append(f"{name} is {what}: {found}")
                 run = Small()
     assert count > 60

@@ -26,7 +26,7 @@ from lockstep.checkpoint.format import (
 from lockstep.errors import CheckpointError, UsageError
 from tests.refusals import expect_refusal
 
-LEAST_CASES = 600
+LEAST_CASES = 300
 
 
 def environment() -> dict[str, str]:

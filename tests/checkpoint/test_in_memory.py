@@ -139,26 +139,23 @@ def test_files_of_hooks_come_to_the_machines_that_lack_them(run_distributed: Any
     assert run_distributed(hooked, 3, str(tmp_path)) == [["of a hook"]] * 3
 
 
-def two_projects(folder: str) -> tuple[str, str, list[str]]:
-    first, second = Run(project=numbered(f"{folder}/first")), Run(project=numbered(f"{folder}/second"))
-    first.accelerator.save_state(in_memory=True)
-    expected = first.state()
-    alone = failure(second.accelerator.load_state)
-    second.train(1)
-    second.accelerator.save_state(in_memory=True)
-    first.train(1)
-    first.accelerator.load_state()
-    return alone, os.environ["LOCKSTEP_MEMORY_FOLDER"], differing(first.state(), expected)
-
-
-def in_a_launch(folder: str) -> tuple[str, str, list[str]]:
+def two_projects(folder: str) -> tuple[str, list[str]]:
+    """In a launch, which has one folder in memory for all."""
     os.mkdir(f"{folder}/memory")
     with mock.patch.dict(os.environ, LOCKSTEP_MEMORY_FOLDER=f"{folder}/memory"):
-        return two_projects(folder)
+        first, second = (Run(project=numbered(f"{folder}/{name}")) for name in ("first", "second"))
+        first.accelerator.save_state(in_memory=True)
+        expected = first.state()
+        alone = failure(second.accelerator.load_state)
+        second.train(1)
+        second.accelerator.save_state(in_memory=True)
+        first.train(1)
+        first.accelerator.load_state()
+        return alone, differing(first.state(), expected)
 
 
 def test_two_projects_of_a_launch_do_not_see_each_other(run_distributed: Any, tmp_path: Path) -> None:
-    ((alone, _, differs),) = run_distributed(in_a_launch, 1, str(tmp_path))
+    ((alone, differs),) = run_distributed(two_projects, 1, str(tmp_path))
     assert alone.startswith("NoCheckpointError")
     assert differs == []
     assert len(list((tmp_path / "memory").glob("*/checkpoint_0.1/manifest.json"))) == 2
@@ -422,19 +419,6 @@ def test_more_than_programs_have_left_is_refused_before_it_is_written(
         assert said.startswith("CheckpointError") and "are free there for programs" in said
         assert "on the machine of rank 1" in said and ("Rank 1 failed with" in said) == (rank != 1)
         assert (unlimited, differs) == ("", [])
-
-
-def unfinished(folder: str) -> list[str]:
-    run = Run(project=numbered(folder))
-    here = on_machines(run, folder, [[0]])
-    (here / "checkpoint_0.7.partial").mkdir()
-    (here / "checkpoint_0.7.partial" / "state.json").write_text("{")
-    run.accelerator.save_state(in_memory=True)
-    return [path.name for path in here.iterdir()]
-
-
-def test_what_a_killed_process_left_goes_with_the_next(run_distributed: Any, tmp_path: Path) -> None:
-    assert run_distributed(unfinished, 1, str(tmp_path)) == [["checkpoint_0.1"]]
 
 
 def refused(folder: str) -> list[str]:

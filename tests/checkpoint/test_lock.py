@@ -70,20 +70,6 @@ def test_a_second_process_is_refused_at_once_and_told_who_is_there(tmp_path: Pat
     assert "End that run, or save to a directory of your own." in message
 
 
-def test_a_lock_that_was_released_leaves_nothing_and_can_be_taken(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    lock = DirectoryLock(str(path), "x")
-    for _ in range(2):
-        lock.acquire()
-        lock.acquire()  # it is held already
-        assert path.exists()
-        lock.release()
-        lock.release()
-        assert not path.exists()
-    with holder(path) as other:
-        assert said(other) == "held"
-
-
 def test_a_killed_process_holds_nothing_and_its_file_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with holder(path) as other:
@@ -113,23 +99,6 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
     expect_refusal(OSError, "symbolic link", DirectoryLock(str(tmp_path / ".lock"), "x").acquire)
     assert (tmp_path / "precious").read_text() == "text"
-
-
-def test_a_lock_goes_with_the_last_reference(tmp_path: Path) -> None:
-    lock = DirectoryLock(str(tmp_path / ".lock"), "x")
-    lock.acquire()
-    del lock
-    with holder(tmp_path / ".lock") as other:
-        assert said(other) == "held"
-
-
-def test_releasing_in_a_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    folder = tmp_path / "runs"
-    lock = DirectoryLock(str(folder / ".lock"), "x")
-    lock.acquire()
-    (folder / ".lock").unlink()
-    folder.rmdir()
-    lock.release()
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
@@ -194,13 +163,6 @@ def test_a_failed_save_lets_go_of_its_lock(tmp_path: Path) -> None:
         assert said(other) == "held"
         other.join()
     accelerator.save_state(tmp_path / "state")
-
-
-def test_two_accelerators_of_one_process_may_share_a_project(tmp_path: Path) -> None:
-    first = numbered(tmp_path)
-    second = numbered(tmp_path, iteration=1)
-    names = [Path(first.save_state()).name, Path(second.save_state()).name]
-    assert names == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_the_end_of_one_accelerator_leaves_the_lock_of_another(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator
-from lockstep.checkpoint import ParameterNames
 from lockstep.errors import CheckpointError
 from tests.refusals import expect_refusal
 
@@ -42,14 +41,6 @@ def run(model: nn.Module, groups: Any) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(cpu=True)
     _, optimizer = accelerator.prepare(model, torch.optim.Adam(groups, lr=0.1))
     return accelerator, optimizer
-
-
-def test_names_are_those_of_the_models_and_count_what_no_model_has() -> None:
-    first, second = make_model(("a",)), make_model(("x",))
-    second.tied = first.a.weight  # known by the first name it has
-    alone = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([{"params": [second.x.bias, alone]}, {"params": [first.a.weight]}], lr=1)
-    assert ParameterNames([first, second]).by_group(optimizer) == [["1.x.bias", "#1"], ["0.a.weight"]]
 
 
 def test_the_file_names_moments_by_parameter(tmp_path: Path) -> None:
@@ -121,44 +112,6 @@ def test_parameters_of_no_model_are_found_by_their_place(tmp_path: Path) -> None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     names = {name for name in saved_files.tensors(tmp_path / "s") if name.endswith("exp_avg")}
     assert names == {f"optimizer.0.state.#{i}.exp_avg" for i in range(6)}
-
-
-class Renamed(nn.Module):
-    """Its checkpoint has the old names; its parameters have new ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = make_model()
-        self.x, self.y, self.z = inner.a, inner.b, inner.c
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        new = {"x": "a", "y": "b", "z": "c"}
-        return {new[name[0]] + name[1:]: value for name, value in super().state_dict().items()}
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        new = {"a": "x", "b": "y", "c": "z"}
-        return super().load_state_dict({new[name[0]] + name[1:]: v for name, v in state.items()}, strict)
-
-
-def test_parameters_that_were_renamed_are_found_by_their_place(tmp_path: Path) -> None:
-    saves, loads = make_model(), Renamed()
-    before, after = saved_and_loaded(
-        tmp_path, saves, list(saves.parameters()), loads, list(loads.parameters())
-    )
-    for mine, theirs in zip(moments(loads, after), moments(saves, before), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_moments_of_another_shape_than_the_parameter_at_their_place_are_refused(tmp_path: Path) -> None:
-    saves, loads = make_model(), make_model()
-    for model, load in ((saves, False), (loads, True)):
-        accelerator = Accelerator(cpu=True)
-        parameters = list(model.parameters())  # no model is prepared, so that their place is all there is
-        optimizer = accelerator.prepare(torch.optim.Adam(parameters[::-1] if load else parameters, lr=0.1))
-        if not load:
-            step(model, optimizer)
-            accelerator.save_state(tmp_path / "s")
-    expect_refusal(CheckpointError, "shape", accelerator.load_state, tmp_path / "s")
 
 
 @pytest.mark.parametrize("parts", [[6], [1, 5], [2, 2, 2], [2, 3]])

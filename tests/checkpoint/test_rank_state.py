@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -218,29 +217,6 @@ def test_extra_state_of_modules_comes_back(
 
 
 # -- generators ---------------------------------------------------------------------------------------------
-
-
-def draw() -> list[float]:
-    normal = np.random.standard_normal()  # drawn in pairs, of which one is kept for later
-    return [random.random(), random.gauss(0, 1), normal, float(torch.rand(())), float(torch.randn(()))]
-
-
-def generators(directory: str) -> tuple[list[float], list[float]]:
-    accelerator = Accelerator(cpu=True)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(accelerator.process_index)
-    draw()
-    accelerator.save_state(directory)
-    expected = draw() + draw()
-    accelerator.load_state(directory)
-    return expected, draw() + draw()
-
-
-def test_the_generators_of_each_rank_go_on_as_they_were(run_distributed: Any, tmp_path: Path) -> None:
-    found = run_distributed(generators, 2, str(tmp_path / "state"))
-    assert found[0][0] != found[1][0]
-    for expected, actual in found:
-        assert actual == expected
 
 
 # -- sharded tensors of objects -----------------------------------------------------------------------------

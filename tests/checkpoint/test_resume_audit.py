@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from checkpoint.audit.trials import WORLDS, Trial, draw_trial
 
 EACH = 4
 """Trials for each pair of worlds."""
-TRIED = [worlds for worlds in WORLDS if worlds != (2, 2)]
+TRIED = [worlds for worlds in WORLDS if worlds != (1, 1)]
 
 
 def trials_of(before: int, after: int) -> list[Trial]:
@@ -76,38 +77,7 @@ def generators(run: Run) -> None:
     torch.manual_seed(0)
 
 
-def without_momentum(trial: Trial, folder: Path) -> Final:
-    return loses(momentum, trial, folder)
-
-
-def without_gradients(trial: Trial, folder: Path) -> Final:
-    return loses(gradients, trial, folder)
-
-
-def without_place_in_window(trial: Trial, folder: Path) -> Final:
-    return loses(place_in_window, trial, folder)
-
-
-def without_place_in_data(trial: Trial, folder: Path) -> Final:
-    return loses(place_in_data, trial, folder)
-
-
-def without_schedule(trial: Trial, folder: Path) -> Final:
-    return loses(schedule, trial, folder)
-
-
-def without_generators(trial: Trial, folder: Path) -> Final:
-    return loses(generators, trial, folder)
-
-
-LOSSES = [
-    without_momentum,
-    without_gradients,
-    without_place_in_window,
-    without_place_in_data,
-    without_schedule,
-    without_generators,
-]
+LOSSES = [momentum, gradients, place_in_window, place_in_data, schedule, generators]
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -117,11 +87,11 @@ def test_the_audit_finds_what_a_resumed_run_has_lost(run_distributed, tmp_path: 
     )
     trial = replace(trial, parallel=("auto", "auto"), clips=False)
     found: dict[str, Verdict] = {}
-    for leg in LOSSES:
+    for part in LOSSES:
         job = (trial, new_folder(tmp_path))
         run_distributed(on_each, 1, until_the_stop, [job])
-        [found[leg.__name__]] = resumed(run_distributed, [job], leg)
+        [found[part.__name__]] = resumed(run_distributed, [job], partial(loses, part))
     missed = {name for name, verdict in found.items() if verdict.is_right}
-    assert missed == (set() if after == 1 else {"without_generators"})  # of no use in another world
+    assert missed == (set() if after == 1 else {"generators"})  # of no use in another world
     wrong = {name for name, verdict in found.items() if verdict.wrong_samples}
-    assert wrong == {"without_place_in_data"}
+    assert wrong == {"place_in_data"}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep import Accelerator, ProjectConfiguration
-from lockstep.checkpoint import candidates, next_directory, numbers, prune, superfluous
+from lockstep.checkpoint import next_directory, numbers, superfluous
 from lockstep.checkpoint.store import LocalStore
 from lockstep.errors import CheckpointError, ConfigError, NoCheckpointError, UsageError
 from tests.refusals import expect_refusal
@@ -51,45 +51,6 @@ def test_numbers_are_ordered_as_numbers_and_others_are_ignored(tmp_path: Path) -
     assert numbers(str(tmp_path / "nowhere"), STORE) == []
 
 
-def test_candidates_begin_with_the_newest(tmp_path: Path) -> None:
-    folders(tmp_path, "checkpoint_2", "checkpoint_10", "checkpoint_1")
-    found = candidates(None, project(tmp_path), STORE)
-    assert names(found) == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
-    assert found[0] == str(tmp_path / "checkpoints" / "checkpoint_10")
-
-
-def test_the_candidates_of_a_named_directory_are_it_and_what_it_replaced(tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    assert candidates(path, project(tmp_path), STORE) == [path]
-    (tmp_path / "s.old").mkdir()
-    assert candidates(path, project(tmp_path), STORE) == [f"{path}.old"]
-    (tmp_path / "s").mkdir()
-    assert candidates(path, project(tmp_path), STORE) == [path, f"{path}.old"]
-
-
-def test_a_project_may_have_no_candidates_and_must_have_a_folder(tmp_path: Path) -> None:
-    assert candidates(None, project(tmp_path), STORE) == []
-    with pytest.raises(UsageError):
-        candidates(None, ProjectConfiguration(tmp_path), STORE)
-
-
-def test_the_next_number_is_the_iteration_unless_a_later_one_is_there(tmp_path: Path) -> None:
-    folders(tmp_path, "checkpoint_3")
-    assert names([next_directory(None, project(tmp_path, iteration=4), STORE)]) == ["checkpoint_4"]
-    for iteration in (0, 2, 3):
-        with pytest.raises(UsageError, match="checkpoint_3.*4 or more"):
-            next_directory(None, project(tmp_path, iteration=iteration), STORE)
-    expect_refusal(UsageError, "directory", next_directory, None, ProjectConfiguration(tmp_path), STORE)
-    expect_refusal(
-        UsageError,
-        "place",
-        next_directory,
-        None,
-        ProjectConfiguration(automatic_checkpoint_naming=True),
-        STORE,
-    )
-
-
 @pytest.mark.parametrize("suffix", [".partial", ".old", ".removed"])
 def test_a_name_of_unfinished_checkpoints_is_refused(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(UsageError, match="suffix"):
@@ -112,24 +73,10 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path, there: list[int], limit:
     assert going == [f"checkpoint_{number}" for number in there[: len(there) - len(staying)]]
 
 
-def test_without_limit_or_numbers_nothing_goes(tmp_path: Path) -> None:
-    folders(tmp_path, "checkpoint_0", "checkpoint_1")
-    assert superfluous("x", project(tmp_path), STORE) == []
-    assert superfluous("x", ProjectConfiguration(tmp_path, total_limit=1), STORE) == []
-
-
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True])
 def test_a_limit_below_one_is_refused(tmp_path: Path, limit: Any) -> None:
     with pytest.raises(ConfigError):
         project(tmp_path, total_limit=limit)
-
-
-def test_pruning_removes_what_it_is_told_and_what_an_earlier_one_left(tmp_path: Path) -> None:
-    folders(tmp_path, "checkpoint_1", "checkpoint_2", "checkpoint_0.removed", "mine.removed")
-    (tmp_path / "checkpoints" / "checkpoint_1" / "state.json").write_text("x")
-    folder = str(tmp_path / "checkpoints")
-    prune([f"{folder}/checkpoint_1"], folder, STORE)
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["checkpoint_2", "mine.removed"]
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
@@ -192,57 +139,17 @@ def test_a_failed_save_keeps_its_number_and_removes_nothing(tmp_path: Path) -> N
     assert there(tmp_path) == ["checkpoint_1"]
 
 
-def test_a_damaged_newest_one_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator, plain = run(tmp_path)
-    for i in range(3):
-        plain.weight.data.fill_(i)
-        accelerator.save_state()
-    newest = next((tmp_path / "checkpoints" / "checkpoint_2").glob("model*.safetensors"))
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
-    (tmp_path / "checkpoints" / "checkpoint_1" / "manifest.json").unlink()
-    (tmp_path / "checkpoints" / "checkpoint_7").mkdir()
-    assert Path(accelerator.load_state()).name == "checkpoint_0"
-    assert plain.weight.item() == 0
-    skipped = [record.getMessage() for record in caplog.records if "Skipped" in record.getMessage()]
-    assert [words.split(":")[0].rsplit("/", 1)[1] for words in skipped] == [
-        "checkpoint_7",
-        "checkpoint_2",
-        "checkpoint_1",
-    ]
-    assert "BLAKE3 digest is not the manifest's" in skipped[1]
-    assert "It holds model.0." in skipped[1]
-    assert Path(accelerator.save_state()).name == "checkpoint_8"
-
-
-def numbered(folder: Path, limit: int) -> Accelerator:
-    configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
-    return Accelerator(cpu=True, project_config=configuration)
-
-
-def test_a_run_does_not_save_behind_the_checkpoints_of_another(tmp_path: Path) -> None:
-    first = numbered(tmp_path, limit=2)
-    for _ in range(4):
-        first.save_state()
-    first.end_training()
-    second = numbered(tmp_path, limit=2)
-    expect_refusal(UsageError, "checkpoint_3", second.save_state)
-    second.load_state()
-    assert Path(second.save_state()).name == "checkpoint_4"
-
-
 def test_folders_that_no_run_of_ours_wrote_stay(tmp_path: Path) -> None:
     other = tmp_path / "checkpoints" / "checkpoint_0"
     other.mkdir(parents=True)
     (other / "random_states_0.pkl").write_bytes(b"theirs")
     with pytest.raises(CheckpointError, match=r"manifest\.json") as raised:
-        numbered(tmp_path, limit=1).load_state()
+        run(tmp_path, total_limit=1)[0].load_state()
     assert not isinstance(raised.value, NoCheckpointError)  # scripts would start anew on it
-    run = numbered(tmp_path, limit=1)
-    run.project_configuration.iteration = 1
+    kept = run(tmp_path, total_limit=1)[0]
+    kept.project_configuration.iteration = 1
     for _ in range(3):
-        run.save_state()
+        kept.save_state()
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("c*")) == [
         "checkpoint_0",
         "checkpoint_3",
@@ -250,13 +157,13 @@ def test_folders_that_no_run_of_ours_wrote_stay(tmp_path: Path) -> None:
 
 
 def test_what_was_found_damaged_goes_first(tmp_path: Path) -> None:
-    run = numbered(tmp_path, limit=3)
+    kept = run(tmp_path, total_limit=3)[0]
     for _ in range(3):
-        run.save_state()
-    run.end_training()
+        kept.save_state()
+    kept.end_training()
     damaged = tmp_path / "checkpoints" / "checkpoint_2" / "state.json"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    again = numbered(tmp_path, limit=2)
+    again = run(tmp_path, total_limit=2)[0]
     assert Path(again.load_state()).name == "checkpoint_1"
     again.save_state()
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("c*")) == [

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from blake3 import blake3
 from torch import nn
 
 from checkpoint import saved_files
 from lockstep import Accelerator
-from lockstep.checkpoint.store import BLOCK_BYTES, LocalStore
-from lockstep.errors import CheckpointError, NoCheckpointError, UsageError
+from lockstep.checkpoint.store import LocalStore
+from lockstep.errors import CheckpointError, UsageError
 from tests.refusals import expect_refusal
 
 STORE = LocalStore()
@@ -41,47 +40,6 @@ def below(folder: Path) -> list[str]:
 
 
 # -- files --------------------------------------------------------------------------------------------------
-
-
-def test_a_written_file_is_what_was_given_and_its_record_says_so(tmp_path: Path) -> None:
-    chunks = [b"", b"abc", memoryview(os.urandom(2 * BLOCK_BYTES + 3)), bytearray(b"\0"), b""]
-    content = b"".join(bytes(chunk) for chunk in chunks)
-    path = tmp_path / "file"
-    record = STORE.write(str(path), chunks)
-    assert path.read_bytes() == content
-    assert (record.size, record.blake3) == (len(content), blake3(content).hexdigest())
-    assert STORE.seal(str(path)) == record
-    assert b"".join(bytes(block) for block in STORE.blocks(str(path))) == content
-    assert STORE.read(str(path), len(content)) == content
-
-
-def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError):
-        STORE.write(str(tmp_path / "file"), [b"yours"])
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_more_than_the_limit_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"12345")
-    with pytest.raises(CheckpointError):
-        STORE.read(str(tmp_path / "file"), 4)
-
-
-def test_files_are_listed_with_sizes_and_what_is_no_plain_file_has_none(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "c").write_bytes(b"123")
-    (tmp_path / ".hidden").write_bytes(b"")
-    assert STORE.files(str(tmp_path)) == {"a/b/c": 3, ".hidden": 0}
-    os.mkfifo(tmp_path / "a" / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert STORE.files(str(tmp_path)) == {"a/b/c": 3, ".hidden": 0, "a/pipe": None, "link": None}
-
-
-def test_free_bytes_are_those_of_the_file_system_also_of_folders_to_come(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    found = STORE.free_bytes(str(tmp_path / "not" / "there"))
-    assert found == pytest.approx(free, rel=0.05)
 
 
 # -- what is in the way -------------------------------------------------------------------------------------
@@ -168,30 +126,6 @@ def damage(directory: Path) -> None:
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-
-
-def test_a_save_that_was_cut_is_not_there_and_the_next_one_clears_it(tmp_path: Path) -> None:
-    run, target = Run(), tmp_path / "state"
-    (tmp_path / "state.partial" / "deep").mkdir(parents=True)
-    (tmp_path / "state.partial" / "deep" / "model-00000.safetensors").write_bytes(b"half")
-    (tmp_path / "state.partial" / "link").symlink_to("/")
-    with pytest.raises(NoCheckpointError):
-        run.load(target)
-    run.save(target, 1)
-    assert below(tmp_path) == ["state"]
-    assert run.load(target) == 1
-
-
-def test_the_old_one_is_loaded_where_its_successor_is_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, target = Run(), tmp_path / "state"
-    checkpoint_at(run, target, 2)
-    checkpoint_at(run, tmp_path / "state.old", 1)
-    damage(target)
-    assert run.load(target) == 1
-    assert "Skipped" in caplog.text
-    assert "Loading" in caplog.text
 
 
 def test_the_old_one_outlives_a_failed_save_over_a_damaged_successor(tmp_path: Path) -> None:

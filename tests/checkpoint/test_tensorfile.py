@@ -74,12 +74,6 @@ def content_of(file: TensorFile) -> bytes:
     return b"".join(bytes(chunk) for chunk in file.chunks())
 
 
-def header_of(content: bytes) -> dict[str, Any]:
-    (size,) = struct.unpack("<Q", content[:8])
-    header: dict[str, Any] = json.loads(content[8 : 8 + size])
-    return header
-
-
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     tensors = examples()
     path = tmp_path / "ours.safetensors"
@@ -108,27 +102,6 @@ def test_header_and_bytes_are_those_of_the_library(tmp_path: Path, dtype: torch.
     path = tmp_path / "theirs.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     assert content_of(TensorFile(tensors)) == path.read_bytes()
-
-
-def test_tensors_follow_each_other_in_their_order_from_a_multiple_of_8_bytes() -> None:
-    tensors = examples()
-    content = content_of(TensorFile(tensors))
-    header = header_of(content)
-    begins_at = 8 + struct.unpack("<Q", content[:8])[0]
-    assert begins_at % 8 == 0
-    assert list(header) == ["__metadata__", *tensors]
-    end = 0
-    for name, tensor in tensors.items():
-        assert header[name]["data_offsets"] == [end, end + tensor.numel() * tensor.element_size()]
-        end = header[name]["data_offsets"][1]
-    assert len(content) == begins_at + end
-
-
-def test_it_knows_at_which_tensor_it_is() -> None:
-    file = TensorFile({"first": torch.ones(2), "second": torch.ones(2)})
-    chunks = file.chunks()
-    seen = [(len(bytes(chunk)) > 8, file.current) for chunk in chunks]
-    assert seen == [(True, ""), (False, "first"), (False, "second")]
 
 
 def test_our_reader_reads_the_library_s_files_whole_and_in_slices(tmp_path: Path) -> None:

@@ -69,8 +69,7 @@ def per_batch(batch_size: int, workers: int, iterable: bool = False) -> tuple[fl
     return (calls - calls_of_torch) / BATCHES, {name: round(count / BATCHES) for name, count in own.items()}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("batch_size", [2, 32])
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 2), (2, 32)])
 def test_a_batch_takes_few_calls_more_than_torchs(run_distributed, world, batch_size) -> None:
     """The loop's generator; counting, moving and showing a batch; measures. The dealing replaces torch's batch sampler.
 
@@ -80,16 +79,3 @@ def test_a_batch_takes_few_calls_more_than_torchs(run_distributed, world, batch_
         assert sum(own.values()) <= 12, own
         if world == 1:
             assert extra <= 11, own
-
-
-def test_workers_add_the_seed_that_they_get_with_each_batch(run_distributed) -> None:
-    for _, own in run_distributed(per_batch, 2, 4, 2):
-        assert sum(own.values()) <= 14, own
-
-
-@pytest.mark.parametrize(("workers", "most"), [(0, 49), (1, 14)])
-def test_iterable_data_is_read_one_batch_ahead(run_distributed, workers, most) -> None:
-    """In this process, with generators that are brought to where the dataset left them, and back."""
-    for batch_size in (2, 32):
-        [(_, own)] = run_distributed(per_batch, 1, batch_size, workers, iterable=True)
-        assert sum(own.values()) <= most, own

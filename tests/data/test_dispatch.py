@@ -65,8 +65,7 @@ def joined(ranks: list[list[Any]]) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("world", "split"), [(2, True), (4, False)])
 def test_streams_are_dispatched_by_default(run_distributed, world, split):
     ranks = run_distributed(stream_batches, world, 22, 8 if split else 8 // world, split, 0)
     assert joined(ranks) == chunks(list(range(22)), 8)

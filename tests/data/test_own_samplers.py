@@ -51,15 +51,6 @@ class OwnRandom(Own):
         return self.rng.sample(range(ROWS), ROWS)
 
 
-class Counts(Own):
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def order(self) -> list[int]:
-        self.passes += 1
-        return torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.passes)).tolist()
-
-
 class OneByOne(OwnRandom):
     """Draws each index when it is asked for."""
 
@@ -96,15 +87,6 @@ class ByEpoch(Own):
         return torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-class Global(Own):
-    """Draws from torch's global generator, one by one."""
-
-    def __iter__(self) -> Iterator[int]:
-        left = list(range(ROWS))
-        while left:
-            yield left.pop(int(torch.randint(len(left), ())))
-
-
 class InPairs:
     """A batch sampler."""
 
@@ -121,8 +103,8 @@ class InPairs:
         return iter([rows[i : i + 2] for i in range(0, ROWS, 2)])
 
 
-REFUSED: list[type[Own]] = [OwnNumpy, Counts, OneByOne]
-RIGHT: list[type[Own]] = [Keeping, KeepingLazily, ByEpoch, Global]
+REFUSED: list[type[Own]] = [OwnNumpy, OneByOne]
+RIGHT: list[type[Own]] = [Keeping, KeepingLazily, ByEpoch]
 
 
 def loader_of(kind: type[Own], in_pairs: bool) -> DataLoader[Any]:
@@ -183,7 +165,6 @@ CASES = [
     # Between epochs a sampler that keeps no state begins anew, as with plain torch.
     if (steps or kind in RIGHT) and not (in_pairs and kind is KeepingLazily)
 ]
-FEW = [case for case in CASES if case[0] in (OwnNumpy, Keeping, Global)]
 
 
 def all_continued(cases: list[Any]) -> list[Any]:
@@ -226,7 +207,7 @@ def all_rests(cases: list[Any], states: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1)])
 def test_so_it_does_on_another_number_of_ranks(run_distributed: Any, saved: int, here: int) -> None:
-    cases = [case for case in FEW if case[3] and case[0] is not Global]
+    cases = [case for case in CASES if case[3] and case[0] in (OwnNumpy, Keeping)]
     states = run_distributed(all_stopped, saved, cases)[0]
     for results in run_distributed(all_rests, here, cases, states):
         for case, found in zip(cases, results, strict=True):

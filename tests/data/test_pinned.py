@@ -137,8 +137,9 @@ def test_only_batches_for_cuda_devices_are_pinned(
     assert isinstance(move.args[0], PinnedCopies) == through_pinned_memory
 
 
-@pytest.mark.parametrize("data", [Numbers(4), Stream(4)], ids=["map", "stream"])
-@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize(
+    ("data", "pin_memory"), [(Numbers(4), True), (Stream(4), False)], ids=["map", "stream"]
+)
 def test_prepared_loaders_pin_for_their_device_if_the_configuration_does(
     monkeypatch: pytest.MonkeyPatch, data: Any, pin_memory: bool
 ) -> None:

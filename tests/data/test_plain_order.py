@@ -22,14 +22,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep import Accelerator, DataLoaderConfiguration
-from lockstep.comm import Communicator
-from lockstep.data import prepare_loader
+from lockstep import Accelerator
 from lockstep.data_loader import PreparedLoader
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime import StepState, end_runtime, start_runtime
 from lockstep.utils import set_seed
 from tests.data.helpers import Numbers, prepare, rows_of, shuffled
+from tests.data.test_dispatch import prepare as prepare_on_ranks
 from tests.refusals import expect_refusal
 
 
@@ -74,6 +73,11 @@ class OwnNoise(Noisy):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return super().__getitem__(index) + torch.rand(4, generator=self.generator)
+
+
+class ManyNoisy(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
 
 
 class OneByOne(Sampler[int]):
@@ -161,6 +165,12 @@ def by_numpy(n: int) -> int:
     return int(np.random.randint(n))
 
 
+def noisy_collate(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(
+        [torch.stack(rows), torch.tensor([[0.0, random.random(), float(np.random.rand()), 0.0]])]
+    )
+
+
 def sampled(make: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., DataLoader[Any]]:
     return lambda **w: DataLoader(Noisy(), 4, sampler=make(*args, **options), **w)
 
@@ -195,6 +205,7 @@ MAPS: dict[str, Callable[..., DataLoader[Any]]] = {
     "own batch sampler": lambda **w: DataLoader(Noisy(), batch_sampler=ShuffledBatches(), **w),
     "single items": lambda **w: DataLoader(Noisy(), batch_size=None, shuffle=True, **w),
     "dataset with a generator": lambda **w: DataLoader(OwnNoise(), 4, shuffle=True, **w),
+    "many at once, collate draws": lambda **w: DataLoader(ManyNoisy(), 4, collate_fn=noisy_collate, **w),
     "batches as items": lambda **w: DataLoader(
         Noisy(), batch_size=None, sampler=BatchSampler(RandomSampler(Noisy()), 4, False), **w
     ),
@@ -204,6 +215,9 @@ STREAMS: dict[str, Callable[..., DataLoader[Any]]] = {
     "stream, numpy": lambda **w: DataLoader(Buffered(by_numpy), 4, drop_last=True, **w),
     "stream, own generator": lambda **w: DataLoader(Buffered(by_numpy, generator()), 4, **w),
     "stream, shuffled first": lambda **w: DataLoader(ShuffledFirst(by_numpy), 4, generator=generator(), **w),
+    "stream, collate draws": lambda **w: DataLoader(
+        Buffered(random.randrange), 4, collate_fn=noisy_collate, **w
+    ),
 }
 LOADERS = MAPS | STREAMS
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
@@ -320,9 +334,15 @@ def test_several_loaders_in_one_loop_and_peeks_draw_as_plain_ones(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_seedable_sampler": True}, {"use_seedable_sampler": True, "data_seed": 9}]
+    ("name", "options"),
+    [
+        ("shuffled", {}),
+        ("generator", {"use_seedable_sampler": True}),
+        ("more than the data", {"use_seedable_sampler": True, "data_seed": 9}),
+        ("weighted", {}),
+        ("weighted", {"use_seedable_sampler": True, "data_seed": 9}),
+    ],
 )
-@pytest.mark.parametrize("name", ["shuffled", "generator", "more than the data", "weighted"])
 def test_order_and_generators_are_those_of_accelerates_loader(name, options):
     from accelerate.data_loader import prepare_data_loader
 
@@ -391,6 +411,8 @@ def test_a_continued_run_is_the_undisturbed_one_bit_for_bit(name):
         ("single items", WORKERS[0]),
         ("own batch sampler", WORKERS[1]),
         ("dataset with a generator", WORKERS[1]),
+        ("many at once, collate draws", WORKERS[0]),
+        ("stream, collate draws", WORKERS[0]),
         ("stream, python", WORKERS[0]),
         ("stream, own generator", WORKERS[1]),
     ],
@@ -543,13 +565,7 @@ def ranks_part(names: list[str], specific: bool, dispatch: bool | None) -> list[
     parts = []
     for name in names:
         seed_all(runtime.rank if specific else 0)
-        loader = prepare_loader(
-            drawing_nothing(name),
-            runtime=runtime,
-            step=StepState(),
-            config=DataLoaderConfiguration(dispatch_batches=dispatch),
-            communicator=Communicator(runtime),
-        )
+        loader = prepare_on_ranks(drawing_nothing(name), dispatch_batches=dispatch)
         parts.append([batch[..., 0].tolist() for _ in range(3) for batch in loader])
     end_runtime()
     return parts
@@ -578,88 +594,6 @@ def test_ranks_together_have_the_order_of_one_process(run_distributed, world, sp
             plain = [row for batch in loader for row in batch[..., 0].tolist()]
             these = range(epoch * steps, (epoch + 1) * steps)
             rows = [row for step in these for rank in ranks for row in rank[i][step]]
-            assert rows[: len(plain)] == plain, (name, epoch)
-
-
-def resumed_part(names: list[str]) -> list[Any]:
-    """What this rank gets in the epoch that another process of it began, and in the next one."""
-    runtime = start_runtime(cpu=True)
-    parts = []
-    for name in names:
-        pieces: list[Any] = []
-        state: Any = None
-        for seed in (runtime.rank, 100 + runtime.rank):
-            seed_all(seed)
-            loader = prepare_loader(
-                drawing_nothing(name),
-                runtime=runtime,
-                step=StepState(),
-                config=DataLoaderConfiguration(dispatch_batches=False),
-                communicator=Communicator(runtime),
-            )
-            if state is not None:
-                loader.load_state_dict(state[0])
-                set_generators(state[1])
-                pieces += [[batch[..., 0].tolist() for batch in loader] for _ in range(2)]
-                break
-            for batch in loader:
-                pieces.append(batch[..., 0].tolist())
-                state = loader.state_dict(), generators()
-                break
-        parts.append(pieces)
-    end_runtime()
-    return parts
-
-
-def taken_over(states: dict[str, Any]) -> list[Any]:
-    """What this rank gets in the epoch that one process began, and in the next one."""
-    runtime = start_runtime(cpu=True)
-    parts = []
-    for name, state in states.items():
-        seed_all(100 + runtime.rank)
-        loader = prepare_loader(
-            drawing_nothing(name),
-            runtime=runtime,
-            step=StepState(),
-            config=DataLoaderConfiguration(),
-            communicator=Communicator(runtime),
-        )
-        loader.load_state_dict(state)
-        parts.append([[batch[..., 0].tolist() for batch in loader] for _ in range(2)])
-    end_runtime()
-    return parts
-
-
-def test_ranks_that_take_over_from_one_process_have_its_order_in_later_epochs_too(run_distributed):
-    names = [name for name in ON_RANKS if name in MAPS]
-    states, plain = {}, {}
-    for name in names:
-        seed_all()
-        loader = drawing_nothing(name)
-        plain[name] = [[row for batch in loader for row in batch[..., 0].tolist()] for _ in range(2)]
-        seed_all()
-        prepared = prepare(drawing_nothing(name))
-        running = iter(prepared)
-        next(running), next(running)
-        states[name] = prepared.state_dict()
-    ranks = run_distributed(taken_over, 2, states)
-    for i, name in enumerate(names):
-        for epoch, behind in enumerate((8, 0)):
-            steps = zip(*(rank[i][epoch] for rank in ranks), strict=True)
-            rows = [row for step in steps for batch in step for row in batch]
-            expected = plain[name][epoch][behind:]
-            assert rows[: len(expected)] == expected, (name, epoch)
-
-
-def test_ranks_that_continue_have_the_order_of_one_process(run_distributed):
-    ranks = run_distributed(resumed_part, 2, ON_RANKS)
-    for i, name in enumerate(ON_RANKS):
-        seed_all()
-        loader = drawing_nothing(name)
-        for epoch in range(2):
-            plain = [row for batch in loader for row in batch[..., 0].tolist()]
-            parts = [[rank[i][0], *rank[i][1]] if epoch == 0 else rank[i][2] for rank in ranks]
-            rows = [row for step in zip(*parts, strict=True) for batch in step for row in batch]
             assert rows[: len(plain)] == plain, (name, epoch)
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import skip_first_batches
 from lockstep.errors import ConfigError, UsageError
-from tests.data.helpers import Numbers, SizedStream, Stream, consume, place_of, prepare, rows_of, shuffled
+from tests.data.helpers import Numbers, SizedStream, Stream, consume, prepare, rows_of, shuffled
 from tests.refusals import expect_refusal
 
 
@@ -75,44 +75,6 @@ def test_a_plain_loader_can_skip_too(data):
 def test_a_plain_loader_without_automatic_batching_can_skip_too():
     assert list(skip_first_batches(DataLoader([1, 2, 3], batch_size=None), 2)) == [3]
     assert len(skip_first_batches(DataLoader(SizedStream(6), batch_size=2), 2)) == 1
-
-
-def resume_everywhere(make) -> None:
-    """Interrupt after each batch; what remains must be what an uninterrupted epoch has there."""
-    whole = consume(make())
-    for handed_out in range(1, len(whole) + 1):
-        first = make()
-        running = iter(first)
-        for _ in range(handed_out):
-            next(running)
-        state = first.state_dict()
-        second = make()
-        second.load_state_dict(state)
-        remaining = consume(second)
-        if handed_out < len(whole):
-            assert remaining == whole[handed_out:]
-            third = make()
-            third.load_state_dict(state)
-            assert place_of(third.state_dict()) == place_of(state)
-        else:
-            assert second.epoch == 2
-            assert len(remaining) == len(whole)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_saved_position_continues_shuffled_map_style_data(world):
-    resume_everywhere(
-        lambda: prepare(
-            DataLoader(Numbers(14), batch_size=2, shuffle=True),
-            world=world,
-            data_seed=1,
-        )
-    )
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_saved_position_continues_a_stream(world):
-    resume_everywhere(lambda: prepare(DataLoader(Stream(11), batch_size=2), world=world))
 
 
 def test_a_position_survives_torch_save(tmp_path):

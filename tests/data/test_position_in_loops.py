@@ -6,37 +6,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lockstep import skip_first_batches
-from lockstep.runtime import BatchCounts
-from tests.data.helpers import Numbers, Stream, consume, place_of, prepare, rows_of, shuffled
+from tests.data.helpers import Numbers, Stream, place_of, prepare, rows_of, shuffled
 
 
 def first_rows(loader):
     return rows_of(next(iter(loader)))
-
-
-def test_a_position_names_the_place_in_the_global_order():
-    loader = prepare(DataLoader(Numbers(40), batch_size=3, shuffle=True), rank=1, world=2, data_seed=4)
-    loader.set_epoch(5)
-    running = iter(loader)
-    next(running)
-    next(running)
-    assert loader.state_dict() == {
-        "epoch": 5,
-        "seed": 4,
-        "samples": [12],
-        "base": [0],
-        "rounds": [2],
-        "turn": 0,
-        "kind": "map",
-        "world_size": 2,
-        "batch_size": 3,
-        "split_batches": False,
-        "even_batches": True,
-        "drop_last": False,
-        "num_workers": 0,
-        "dataset_size": 40,
-        "processes": 1,
-    }
 
 
 @pytest.mark.parametrize("data", [Numbers(8), Stream(8)])
@@ -53,21 +27,6 @@ def test_before_after_and_between_epochs_the_position_is_the_beginning_of_the_ne
     loader.load_state_dict(state)
     assert loader.epoch == 1
     assert len(list(loader)) == 4
-
-
-@pytest.mark.parametrize("data", [Numbers(8), Stream(8)])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_read_ahead_are_not_behind_the_loop(data, workers):
-    def make():
-        return prepare(DataLoader(data, batch_size=2, num_workers=workers))
-
-    loader = make()
-    for batch in loader:
-        if rows_of(batch) == [2, 3]:
-            state = loader.state_dict()
-    other = make()
-    other.load_state_dict(state)
-    assert [rows_of(batch) for batch in other] == [[4, 5], [6, 7]]
 
 
 def test_a_loop_that_was_broken_off_keeps_its_position_until_the_next_one():
@@ -148,16 +107,3 @@ def test_what_is_behind_a_position_is_never_read_of_map_style_data(world):
     other.load_state_dict(first.state_dict())
     assert first_rows(other) == list(range(800, 810))
     assert data.asked == list(range(800, 810))
-
-
-def test_a_position_counts_the_samples_of_metrics_exactly_behind_it():
-    first = prepare(DataLoader(Numbers(11), batch_size=2), world=1)
-    running = iter(first)
-    next(running)
-    other = prepare(DataLoader(Numbers(11), batch_size=2), rank=1, world=2)
-    other.load_state_dict(first.state_dict())
-    assert consume(other) == [
-        ([4, 5], BatchCounts((2, 2), (2, 2)), False),
-        ([8, 9], BatchCounts((2, 2), (2, 2)), False),
-        ([1, 2], BatchCounts((2, 2), (1, 0)), True),
-    ]

@@ -230,33 +230,6 @@ def assert_whole(kind: Kind, epoch: int, samples: list[int], total: int) -> None
     assert samples == order if kind.ordered else sorted(samples) == sorted(order)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.stops == 15])
-def test_a_run_may_stop_again_and_again_in_one_epoch(name):
-    kind = KINDS[name]
-    draw = random.Random(name)
-    for _ in range(3):
-        samples: list[int] = []
-        worlds = [draw.choice([1, 2, 4]) for _ in range(4)]
-        states: list[Any] | None = None
-        for i, world in enumerate(worlds):
-            loaders = ranks_of(kind, world)
-            if states is not None:
-                for loader, state in zip(loaders, states_for(world, states), strict=True):
-                    loader.load_state_dict(state)
-            steps = draw.randrange(3) if i < len(worlds) - 1 else 1000
-            seen = [advance(loader, steps) for loader in loaders]
-            states = [loader.state_dict() for loader in loaders]
-            samples += samples_in([batches for batches, _ in seen])
-            if states[0]["epoch"] == 1:
-                break
-        order = kind.order(0)
-        if kind.drops_last:
-            assert samples == order[: len(samples)]
-            assert len(order) - len(samples) < 12
-        else:
-            assert samples == order
-
-
 def test_the_last_round_is_completed_with_the_beginning_of_the_epoch_in_another_world_too():
     [first] = ranks_of(Kind(lambda w: DataLoader(Numbers(10), 2, shuffle=True), by_epoch(10)), 1)
     _, loop = advance(first, 3)

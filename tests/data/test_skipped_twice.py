@@ -66,12 +66,6 @@ def skips_first_batches(script: Training) -> None:
         script.train(batch)
 
 
-def with_windows(script: Training) -> None:
-    for batch in script.loader:
-        with script.accelerator.accumulate(script.model):
-            script.train(batch)
-
-
 def with_a_plain_backward(script: Training) -> None:
     for batch in script.loader:
         script.model(rows_in(batch)).square().mean().backward()
@@ -91,7 +85,6 @@ def read_ahead_by_one(script: Training) -> None:
 RIGHT: list[Callable[[Training], None]] = [
     from_position,
     skips_first_batches,
-    with_windows,
     with_a_plain_backward,
     read_ahead_by_one,
 ]

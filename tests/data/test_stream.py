@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.errors import ConfigError
 from lockstep.runtime import BatchCounts
@@ -47,13 +47,6 @@ def test_ranks_have_equally_many_batches_of_a_stream_whatever_is_asked():
     assert second[-1] == ([1, 2], BatchCounts((2, 2), (1, 0)), True)
 
 
-def test_drop_last_drops_the_incomplete_round():
-    def make():
-        return DataLoader(Stream(11), batch_size=2, drop_last=True)
-
-    assert real_rows_per_step(make, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_length_is_per_rank_where_the_dataset_has_one():
     assert len(prepare(DataLoader(SizedStream(10), batch_size=2), world=2)) == 3
     with pytest.raises(TypeError):
@@ -75,16 +68,6 @@ def test_ready_made_batches_are_dealt_whole_and_counted():
     ]
     with pytest.raises(ConfigError, match="dispatch_batches=False"):
         prepare(DataLoader(Batches(), batch_size=None), world=2, split_batches=True, dispatch_batches=False)
-
-
-def shift_by_worker(worker_id):
-    get_worker_info().dataset.first = 100 * worker_id
-
-
-def test_worker_init_fn_reaches_the_users_dataset():
-    loader = DataLoader(Stream(4), batch_size=2, num_workers=2, worker_init_fn=shift_by_worker)
-    batches = [rows for rows, _, _ in consume(prepare(loader, rank=1, world=2))]
-    assert batches == [[2, 3], [102, 103]]
 
 
 def test_a_generator_of_the_dataset_is_seeded_by_epoch():

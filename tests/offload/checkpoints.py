@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lockstep import init_empty_weights
+
 WIDTH = 32
 
 
@@ -51,6 +53,17 @@ def made(depth: int = 4, seed: int = 0) -> Net:
         if value.is_floating_point():
             value.copy_(torch.rand_like(value) + (0.5 if "var" in name else -0.5))
     return model.eval()
+
+
+def empty(depth: int = 4) -> Net:
+    """The same without values."""
+    with init_empty_weights():
+        return Net(depth).eval()
+
+
+def held(model: nn.Module) -> dict[str, int]:
+    """Which tensors the model has."""
+    return {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

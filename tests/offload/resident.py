@@ -16,9 +16,3 @@ def resident_bytes(tensor: torch.Tensor) -> int:
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = os.pread(pagemap.fileno(), 8 * (last - first), 8 * first)
     return mmap.PAGESIZE * sum(entry >> 63 for (entry,) in struct.iter_unpack("<Q", entries))
-
-
-def file_resident_bytes() -> int:
-    """Of all mapped files, what this process has in memory."""
-    with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssFile"))

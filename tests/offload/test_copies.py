@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.offload import Copies, HostPool, SideStream, beside_accelerator, copies_of
+from lockstep.offload import Copies, SideStream, beside_accelerator, copies_of
 
 
 def noting_module(notes: list[Any]) -> SimpleNamespace:
@@ -73,11 +73,3 @@ def test_devices_without_streams_copy_at_once(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     assert type(copies_of(torch.device("mps"))) is Copies
-
-
-def test_host_buffers_are_used_again_for_the_same_size() -> None:
-    pool = HostPool(Copies(torch.device("cpu")))
-    first, second = pool.take(8), pool.take(8)
-    pool.give_back(first)
-    assert pool.take(4) is not first
-    assert pool.take(8) is first is not second

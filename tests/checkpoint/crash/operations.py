@@ -1,8 +1,8 @@
 """Every operation that a process does on files below a folder: counted, recorded, and stopped where a test says.
 
 ``Interposer`` replaces the functions of ``os`` and ``open`` in this process, for good. Whoever calls them is caught:
-Lockstep, ``shutil``, hooks; from Python 3.11 on ``pathlib`` too. Python's audit events show
-that nothing gets past it (test_crash_points.py).
+Lockstep, ``shutil``, hooks; from Python 3.11 on ``pathlib`` too. That nothing gets past it is seen when the log is
+replayed: it makes the same files (``power_failures.assert_model_is_right``).
 """
 
 from __future__ import annotations
@@ -75,64 +75,47 @@ class Interposer:
             return int(self._do(kind, where, lambda: real_open(path, flags, mode, dir_fd=dir_fd)))
 
         os.open = open_
-        for name, kind in (("unlink", "unlink"), ("remove", "unlink"), ("rmdir", "rmdir")):
-            self._replace_removal(name, kind)
-        for name in ("rename", "replace"):
-            self._replace_rename(name)
-        for name in ("fsync", "fdatasync"):
-            self._replace_sync(name)
-        for name in ("listdir", "scandir"):
-            self._replace_listing(name)
-        self._replace_mkdir()
+        for kind, names, where in (
+            ("unlink", ("unlink", "remove"), self._one),
+            ("rmdir", ("rmdir",), self._one),
+            ("mkdir", ("mkdir",), self._one),
+            ("rename", ("rename", "replace"), self._two),
+            ("sync", ("fsync", "fdatasync"), self._open_file),
+            ("truncate", ("ftruncate",), self._open_file),
+            ("read", ("listdir", "scandir"), self._listed),
+        ):
+            for name in names:
+                self._replace(name, kind, where)
         self._replace_writes()
         self._replace_open()
 
-    def _replace_removal(self, name: str, kind: str) -> None:
+    def _replace(self, name: str, kind: str, where: Callable[..., dict[str, Any]]) -> None:
         real = getattr(os, name)
 
-        def removal(path: Any, *, dir_fd: int | None = None) -> None:
-            self._do(kind, self._path(path, dir_fd), lambda: real(path, dir_fd=dir_fd))
+        def function(*args: Any, **options: Any) -> Any:
+            return self._do(kind, call=lambda: real(*args, **options), **where(*args, **options))
 
-        setattr(os, name, removal)
+        setattr(os, name, function)
 
-    def _replace_rename(self, name: str) -> None:
-        real = getattr(os, name)
+    def _one(self, path: Any, mode: int = 0, *, dir_fd: int | None = None) -> dict[str, Any]:
+        return {"path": self._path(path, dir_fd)}
 
-        def rename(old: Any, new: Any, **fds: Any) -> None:
-            old_path = self._path(old, fds.get("src_dir_fd"))
-            new_path = self._path(new, fds.get("dst_dir_fd"))
-            self._do("rename", old_path, lambda: real(old, new, **fds), to=new_path)
+    def _two(
+        self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> dict[str, Any]:
+        return {"path": self._path(old, src_dir_fd), "to": self._path(new, dst_dir_fd)}
 
-        setattr(os, name, rename)
+    def _open_file(self, handle: Any, length: int = 0) -> dict[str, Any]:
+        return {
+            "path": self._path_of(handle if isinstance(handle, int) else handle.fileno()),
+            "offset": length,
+        }
 
-    def _replace_sync(self, name: str) -> None:
-        real = getattr(os, name)
-
-        def sync(handle: Any) -> None:
-            number = handle if isinstance(handle, int) else handle.fileno()
-            self._do("sync", self._path_of(number), lambda: real(number))
-
-        setattr(os, name, sync)
-
-    def _replace_listing(self, name: str) -> None:
-        real = getattr(os, name)
-
-        def listing(path: Any = ".") -> Any:
-            where = self._path_of(path) if isinstance(path, int) else self._path(path, None)
-            return self._do("read", where, lambda: real(path))
-
-        setattr(os, name, listing)
-
-    def _replace_mkdir(self) -> None:
-        real = os.mkdir
-
-        def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-            self._do("mkdir", self._path(path, dir_fd), lambda: real(path, mode, dir_fd=dir_fd))
-
-        os.mkdir = mkdir
+    def _listed(self, path: Any = ".") -> dict[str, Any]:
+        return {"path": self._path_of(path) if isinstance(path, int) else self._path(path, None)}
 
     def _replace_writes(self) -> None:
-        real_write, real_pwrite, real_truncate = os.write, os.pwrite, os.ftruncate
+        real_write, real_pwrite = os.write, os.pwrite
 
         def write(handle: int, data: Any) -> int:
             offset = os.lseek(handle, 0, os.SEEK_CUR) if self._path_of(handle) else 0
@@ -141,10 +124,7 @@ class Interposer:
         def pwrite(handle: int, data: Any, offset: int) -> int:
             return self.write(handle, data, offset, lambda part: real_pwrite(handle, part, offset))
 
-        def truncate(handle: int, length: int) -> None:
-            self._do("truncate", self._path_of(handle), lambda: real_truncate(handle, length), offset=length)
-
-        os.write, os.pwrite, os.ftruncate = write, pwrite, truncate
+        os.write, os.pwrite = write, pwrite
 
     def write(self, handle: int, data: Any, offset: int, call: Callable[[memoryview], int]) -> int:
         """Write ``data`` by ``call``, which may be told to write only half of them."""

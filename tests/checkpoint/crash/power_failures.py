@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.crash.crashes import Allowed, Outcome, Point, Written, check, folder_for, write
+from checkpoint.crash.crashes import Allowed, Outcome, Written, check, folder_for, write
 from checkpoint.crash.lost_writes import Disk, Tree
 from checkpoint.crash.operations import Operation
 from checkpoint.crash.subject import Scenario
@@ -111,21 +111,6 @@ def after_one_run(scenario: Scenario) -> list[Remains]:
         (written,) = write(folder, scenario)
         assert_model_is_right(written.log, folder)
     return remains(written.log, allowed_in(written))
-
-
-def after_a_crash(scenario: Scenario, written: Written, number: int) -> list[Remains]:
-    """The run of ``written`` is killed at its operation ``number``; the power fails while the next one saves.
-
-    What the killed run had not finished to save may have been loaded by the next one, and yet be gone after the
-    failure of the power, as nobody was told that it was saved.
-    """
-    with folder_for() as folder:
-        write(folder, scenario, Point(number))
-        (again,) = write(folder, scenario, saves=1, resume=True)
-    before, step = allowed_in(written)[: number + 1], again.loaded + 1
-    while_saving = before[-1] | {again.loaded, step}
-    after = [while_saving if i < again.ends[0] else frozenset([step]) for i in range(1, len(again.log) + 1)]
-    return remains([*written.log[:number], *again.log], [*before, *after], first=number)
 
 
 def assert_model_is_right(log: list[Operation], folder: Path) -> None:

@@ -21,7 +21,7 @@ Broken = Callable[[], Any]
 def outcomes(broken: Broken, kind: Callable[[Scenario, Slice], list[Outcome]]) -> list[Outcome]:
     """Trials with the mistake in this process, whose children inherit it."""
     scenario = LIMIT_1 if broken is prunes_first else EXPLICIT
-    slices = 6 if kind.__name__ == "killed" else 40
+    slices = 6 if kind.__name__ == "killed" else 90
     with broken():
         return kind(scenario, (slices, 1))
 

@@ -18,7 +18,6 @@ import torch
 from checkpoint.crash.crashes import Outcome, crash, folder_for, points_of, write
 from checkpoint.crash.failures import FAILURES, fail, operations
 from checkpoint.crash.power_failures import (
-    after_a_crash,
     after_kills,
     after_one_kill,
     after_one_run,
@@ -73,17 +72,6 @@ def power_off(scenario: Scenario, part: Slice) -> list[Outcome]:
     return [load(scenario, left) for left in after_one_run(scenario)[part[1] :: part[0]]]
 
 
-def killed_then_power_off(scenario: Scenario, part: Slice) -> list[Outcome]:
-    """Killed at any point; the power fails while the process that resumes saves. Of what may be left, a sample."""
-    with folder_for() as folder:
-        (written,) = write(folder, scenario)
-    outcomes = []
-    for point in [point for point in points_of(written.log) if not point.half][part[1] :: part[0]]:
-        left = after_a_crash(scenario, written, point.number)
-        outcomes += [load(scenario, one) for one in left[point.number % 32 :: 32]]
-    return outcomes
-
-
 def failed(scenario: Scenario, part: Slice) -> list[Outcome]:
     """Operations of the last save fail, on every rank in turn."""
     outcomes = []
@@ -113,7 +101,6 @@ TRIALS = [
     *(Trial(really_killed, s) for s in (BACKGROUND, RANKS, RANKS_NUMBERED)),
     *(Trial(killed_twice, s) for s in (LIMIT_1, EXPLICIT, BACKGROUND)),
     *(Trial(power_off, s) for s in (LIMIT_1, EXPLICIT, HOOKS)),
-    *(Trial(killed_then_power_off, s) for s in (LIMIT_1, EXPLICIT)),
     *(Trial(failed, s) for s in (LIMIT_1, EXPLICIT, BACKGROUND, RANKS)),
 ]
 

@@ -14,19 +14,12 @@ def documents() -> Iterator[Case]:
     """Whole documents that are none, or of another kind."""
     contents = {
         "an empty file": b"",
-        "null": b"null",
         "a list": b"[]",
-        "an empty object": b"{}",
         "a pickle": pickle.dumps({"rng": 1}),
         "deep": nested(100_000),
-        "rather deep": b'{"contents": ' + nested(700) + b"}",
         "NaN": b'{"contents": NaN, "rng": NaN, "x": NaN}',
-        "Infinity": b'{"contents": -Infinity}',
-        "many digits": b'{"contents": ' + b"9" * 10_000 + b"}",
         "a duplicate key": b'{"contents": {}, "contents": {}}',
-        "UTF-16": '{"contents": {}}'.encode("utf-16"),
         "not UTF-8": b'{"contents": "\xff"}',
-        "YAML": b"!!python/object/apply:os.system ['true']",
     }
     for name in ("tensors.json", "state.json", "rank-00000.json"):
         for what, content in contents.items():
@@ -34,18 +27,9 @@ def documents() -> Iterator[Case]:
     yield Case("rank file is missing", lambda draft: draft.body["saved"].update(ranks=[3], world_size=4))
     for key in ("contents", "models", "optimizer.0", "scheduler.0", "scaler.0"):
         yield Case(f"state without {key}", lambda draft, k=key: draft.common.pop(k))
-        yield from several(
-            f"state {key}", lambda draft: draft.common, key, [None, 1, "x", [1], [], {}, {"a": [1]}]
-        )
-    yield from several("imported", lambda draft: draft.common, "imported", [None, {"a": 1}, "x"], "harmless")
-    for kind, count in (
-        ("model", 0),
-        ("model", 2),
-        ("model", -1),
-        ("model", 10**30),
-        ("load", 1),
-        ("__class__", 1),
-    ):
+        yield from several(f"state {key}", lambda draft: draft.common, key, [None, "x", [1], {"a": [1]}])
+    yield from several("imported", lambda draft: draft.common, "imported", [None, "x"], "harmless")
+    for kind, count in (("model", 0), ("model", 10**30), ("load", 1), ("__class__", 1)):
         yield Case(
             f"contents of {count} {kind}",
             lambda draft, k=kind, c=count: draft.common["contents"].update({k: c}),
@@ -59,7 +43,7 @@ def documents() -> Iterator[Case]:
     for key in ("rng", "loader.0", "object.0"):
         yield Case(f"rank without {key}", lambda draft, k=key: draft.own.pop(k))
         fate = "refused late" if key == "object.0" else "refused"
-        yield from several(f"rank {key}", lambda draft: draft.own, key, [None, 1, "x", [1], [], {}], fate)
+        yield from several(f"rank {key}", lambda draft: draft.own, key, [None, "x", [1], {}], fate)
     words: list[Any] = [None, 1, "x", [1], {}, {"window": 1}, {"window": {}, "layouts": 1, "models": 2}]
     yield from several("window", lambda draft: draft.own, "window.0", words)
     yield from several(
@@ -71,67 +55,22 @@ def values() -> Iterator[Case]:
     """What state.json and rank files say in the codec's words."""
     words: list[Any] = [
         {"$": "load"},
-        {"$": "__class__"},
         {"$": None},
-        {"$": []},
-        {"$": {}},
-        {"$": 5},
-        {"$": ""},
         {"$": "tensor"},
         {"$": "tensor", "name": "absent"},
-        {"$": "tensor", "name": None},
-        {"$": "tensor", "name": ["rank.0.rng.torch"]},
         {"$": "tensor", "name": "../outside/secret.bin"},
-        {"$": "array", "name": "absent"},
-        {"$": "float"},
-        {"$": "float", "value": "x"},
-        {"$": "float", "value": None},
         {"$": "float", "value": int("9" * 400)},
         {"$": "bytes", "value": "*"},
-        {"$": "bytes", "value": 5},
-        {"$": "bytes", "value": "é"},
-        {"$": "complex", "items": [1]},
-        {"$": "complex", "items": ["1", "2"]},
-        {"$": "complex", "items": [1, 2, 3]},
-        {"$": "complex", "items": "1j"},
         {"$": "complex", "items": [10**400, 0]},
-        {"$": "set", "items": [[]]},
         {"$": "set", "items": [{}]},
-        {"$": "set", "items": 5},
-        {"$": "set", "items": "abc"},
-        {"$": "tuple", "items": {"a": 1}},
-        {"$": "tuple", "items": None},
-        {"$": "frozenset"},
-        {"$": "dict", "items": [[[], 1]]},
-        {"$": "dict", "items": [[1]]},
-        {"$": "dict", "items": [[1, 2, 3]]},
         {"$": "dict", "items": "ab"},
-        {"$": "dict", "items": {"ab": 1}},
-        {"$": "ordered", "items": [1, 2]},
-        {"$": "ordered", "items": None},
-        {"$": "counter", "items": [["a", "b"]]},
-        {"$": "counter", "items": [[{}, 1]]},
-        {"$": "counter", "items": "ab"},
-        {"$": "deque", "items": [1], "longest": -1},
         {"$": "deque", "items": [1], "longest": 10**30},
-        {"$": "deque", "items": [1], "longest": "x"},
-        {"$": "deque", "items": [1], "longest": True},
-        {"$": "deque", "items": "abc", "longest": 3},
-        {"$": "deque", "items": [1]},
-        *({"$": "dtype", "value": name} for name in DTYPE_NAMES),
-        *(
-            {"$": "device", "value": name}
-            for name in ("load", "__class__", "cpu:-5", "", None, 0, 10**30, "cpu:1e9")
-        ),
+        *({"$": "dtype", "value": name} for name in ("load", "__class__", "_inductor", "utils.data", None)),
+        *({"$": "device", "value": name} for name in ("load", "cpu:-5", 10**30)),
     ]
     for word in words:
         yield Case(f"value {str(word)[:100]}", setting(lambda draft: draft.own["object.0"], "losses", word))
-    for depth in (150, 300, 600, 950):
-        deep: Any = 0
-        for _ in range(depth):
-            deep = {"$": "tuple", "items": [deep]}
-        if depth < 400:  # json.dumps itself is recursive
-            yield Case(f"tuples {depth} deep", setting(lambda draft: draft.own["object.0"], "losses", deep))
+    for depth in (150, 950):
         text = nested(depth)
         yield Case(
             f"lists {depth} deep",
@@ -139,24 +78,3 @@ def values() -> Iterator[Case]:
                 {"rank-00000.json": as_json(draft.own).replace(b'"losses": [', b'"losses": [' + t + b", ")}
             ),
         )
-
-
-DTYPE_NAMES = (
-    "load",
-    "__class__",
-    "__dict__",
-    "Tensor",
-    "compile",
-    "os",
-    "sys",
-    "_inductor",
-    "_dynamo",
-    "onnx",
-    "_export",
-    "utils.data",
-    "float32.__class__",
-    "",
-    None,
-    5,
-    [],
-)

@@ -23,33 +23,15 @@ def manifests() -> Iterator[Case]:
     def whole(name: str, content: Callable[[Draft], bytes]) -> Case:
         return Case(f"manifest {name}", lambda draft: setattr(draft, "manifest", content(draft)))
 
-    yield from body(
-        "folder", "..", "/", "../outside", "a/b", ".", "A", "a\0", "x\n", "x" * 65, 7, None, "absent"
-    )
-    yield from body("format", "pickle", None, 1)
-    yield from body("version", 0, 2, True, 1.0, "1", -1, 10**100, [1])
-    yield from body("saved", None, [], "x", {})
-    yield from body("files", None, [], "x", {"state.json": None}, {"state.json": {"size": 1}}, {})
+    yield from body("folder", "..", "/", "../outside", "a\0", 7, "absent")
+    yield from body("version", 0, 2, True, 10**100)
+    yield from body("files", None, {"state.json": None}, {"state.json": {"size": 1}}, {})
     yield from body("unknown", {"$": "load"})
-    yield from saved("world_size", 0, -1, "1", 1.5, None, True, 2**40, 10**30)
-    yield from saved("ranks", [], [-1], [10**30], ["0"], [1], None, 0, [[0]], [2**59])
-    yield from saved("settings", None, [], "x")
-    yield from saved("versions", {"torch": 1}, None)
+    yield from saved("world_size", 0, -1, None, 10**30)
+    yield from saved("ranks", [], [-1], [10**30], [1], None, [2**59])
     yield whole("empty", lambda draft: b" ")
-    yield whole("a number", lambda draft: b"1")
-    yield whole("null", lambda draft: b"null")
-    yield whole("not UTF-8", lambda draft: b"\xff\xfe\xfa" * 30)
     yield whole("deep list", lambda draft: nested(100_000))
-    yield whole("deep settings", lambda draft: b'{"blake3": "", "manifest": {"saved": ' + nested(400) + b"}}")
-    yield whole(
-        "deeper settings", lambda draft: b'{"blake3": "", "manifest": {"saved": ' + nested(900) + b"}}"
-    )
-    yield whole("NaN", lambda draft: b'{"blake3": "", "manifest": {"version": NaN}}')
-    yield whole("1e999", lambda draft: b'{"blake3": "", "manifest": {"version": 1e999}}')
-    yield whole(
-        "many digits", lambda draft: b'{"blake3": "", "manifest": {"version": ' + b"9" * 100_000 + b"}}"
-    )
-    yield whole("lone surrogate", lambda draft: b'{"blake3": "\\ud800", "manifest": {"version": "\\udfff"}}')
+    yield whole("deep settings", lambda draft: b'{"blake3": "", "manifest": {"saved": ' + nested(900) + b"}}")
     yield whole("pickle", lambda draft: pickle.dumps({"version": 1}))
     yield whole("duplicate key", lambda draft: sealed(draft.body).replace(b"{", b'{"blake3": 1,', 1))
     yield whole("bytes behind", lambda draft: sealed(draft.body) + b"\n")
@@ -62,32 +44,15 @@ def names(outside: Path) -> Iterator[Case]:
         "../outside/secret.bin",
         "../../../../../../../../etc/passwd",
         secret,
-        "/etc/passwd",
         "a/../../outside/secret.bin",
-        "./state.json",
-        "a//b",
         "a/",
         "",
-        ".",
-        "..",
-        "...",
         "state.json\0.txt",
-        "..\\outside\\secret.bin",
         "C:\\secret.bin",
-        "~/secret.bin",
-        "$HOME",
-        "x" * 300,
         "/".join("y" * 100 for _ in range(20)),
-        "\u2025/secret.bin",
         "\uff0e\uff0e/secret.bin",
-        "state.json\u200b",
-        "\u202enosj.etats",
-        "tensor\u0455.json",
-        "a\nb",
         "a\x1b[2Jb",
-        "file:///etc/passwd",
         "manifest.json",
-        "MANIFEST\u212a",
     ]
     for name in bad:
         entry = {"size": 6, "blake3": "0" * 64}
@@ -97,12 +62,12 @@ def names(outside: Path) -> Iterator[Case]:
             draft.index[WEIGHT]["pieces"][0]["file"] = name
 
         yield Case(f"piece in file {name[:40]!r}", change)
-    for size in (-1, 2**63, 1.5, "1", None, 2**60, 10**40):
+    for size in (-1, 2**63, "1"):
         yield Case(
             f"size {size!r}",
             lambda draft, s=size: draft.entries.update({MODEL: {"size": s, "blake3": "0" * 64}}),
         )
-    for digest in ("", "0", "g" * 64, "A" * 64, None, 5, "0" * 65, "0" * 63 + "\n"):
+    for digest in ("", "g" * 64, None, "0" * 63 + "\n"):
         yield Case(
             f"digest {digest!r}",
             lambda draft, d=digest: draft.entries.update(
@@ -190,40 +155,19 @@ def tensor_files() -> Iterator[Case]:
     def whole(make: Callable[[dict[str, Any], bytes], tuple[Any, bytes]]) -> Change:
         return lambda draft: draft.put_header(MODEL, *make(*draft.header(MODEL)))
 
-    def raw(content: bytes) -> Change:
-        return lambda draft: draft.raw.update({MODEL: content})
-
-    for dtype in ("F64", "I32", "U8", "load", "__class__", "", None, 3, "F4"):
+    for dtype in ("F64", "load", None):
         yield Case(f"stored dtype {dtype!r}", entry(dtype=dtype))
-    for shape in ([6, 8], [48], [-8, 6], [2**63, 6], [2**32, 2**32], [], None, "x", [8.5, 6], [10**30]):
+    for shape in ([6, 8], [-8, 6], [2**32, 2**32], None):
         yield Case(f"stored shape {shape!r}", entry(shape=shape))
-    for offsets in (
-        [0, 0],
-        [-1, 191],
-        [192, 0],
-        [0, 2**63],
-        [0, 10**30],
-        [4, 196],
-        [],
-        None,
-        [0],
-        ["0", "192"],
-    ):
+    for offsets in ([0, 0], [-1, 191], [0, 2**63], [4, 196], None):
         yield Case(f"stored offsets {offsets!r}", entry(data_offsets=offsets))
     yield Case(
         "stored twice", whole(lambda header, data: (as_json(header)[:-1] + b"," + as_json(header)[1:], data))
     )
-    yield Case("header of a list", whole(lambda header, data: (b"[]", data)))
-    yield Case("empty header", whole(lambda header, data: (b"{}", data)))
-    yield Case("deep header", whole(lambda header, data: (b'{"a":' + nested(5000) + b"}", data)))
-    yield Case("header not in UTF-8", whole(lambda header, data: (b'{"\xff": 1}', data)))
     yield Case("bytes behind the tensors", whole(lambda header, data: (header, data + b"\0" * 64)))
     yield Case("a tensor less", whole(lambda h, data: ({k: v for k, v in h.items() if k != "0.bias"}, data)))
     yield Case(
         "metadata of objects", whole(lambda header, data: ({**header, "__metadata__": {"a": {"b": 1}}}, data))
     )
-    for size in (0, 1, 7, 2**31, 2**63, 2**64 - 1, 100_000_001):
-        yield Case(f"header of {size} bytes", raw(struct.pack("<Q", size) + b"{}" * 8))
-    yield Case("an empty file of tensors", raw(b""))
-    yield Case("a short file of tensors", raw(b"\0\0\0"))
-    yield Case("a pickle for a file of tensors", raw(pickle.dumps({"0.weight": 1})))
+    yield Case("a huge header", lambda draft: draft.raw.update({MODEL: struct.pack("<Q", 2**63) + b"{}" * 8}))
+    yield Case("a pickle for a file", lambda draft: draft.raw.update({MODEL: pickle.dumps({"0.weight": 1})}))

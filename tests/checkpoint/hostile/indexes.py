@@ -21,19 +21,15 @@ def indexes(outside: Path) -> Iterator[Case]:
     def piece(key: str, *values: Any) -> Iterator[Case]:
         return several(f"piece {key}", lambda draft: draft.index[WEIGHT]["pieces"][0], key, values)
 
-    yield from entry(
-        "dtype", "load", "__class__", "F33", "float32", "I64", "F64", "BF16", "F16", "", None, 1, ["F32"]
-    )
-    yield from entry(
-        "shape", [-1], [-8, -6], [8, 6, 1], [6, 8], [48], [2**62, 6], [2**59, 6], [10**30], ["8", 6]
-    )
-    yield from entry("shape", [8.0, 6], None, 48, "8x6", [True, 6], [0, 6], [0, 2**59, 2**59])
-    yield from entry("pieces", [], None, {}, "x", [None], [[]], [{}])
+    yield from entry("dtype", "load", "F33", "float32", "I64", "F64", "BF16", None, ["F32"])
+    yield from entry("shape", [-8, -6], [8, 6, 1], [6, 8], [2**59, 6], [10**30], ["8", 6])
+    yield from entry("shape", [8.0, 6], None, [True, 6], [0, 6], [0, 2**59, 2**59])
+    yield from entry("pieces", [], None, [None], [{}])
     yield from entry("__class__", "x")
-    yield from piece("offsets", [-1, 0], [1, 0], [0], [0, 0, 0], [2**62, 0], None, ["0", 0], [0.0, 0])
-    yield from piece("shape", [-8, -6], [4, 6], [8], [2**62, 2**62], [2**32, 2**32], [0, 0], None)
-    yield from piece("key", "absent", "1.weight", "", "__metadata__", "../0.weight", 0, None, "a" * 100_000)
-    yield from piece("file", STATE, "state.json", "tensors.json", "absent.safetensors", None, 3)
+    yield from piece("offsets", [-1, 0], [1, 0], [0], [2**62, 0], None, ["0", 0])
+    yield from piece("shape", [-8, -6], [4, 6], [2**32, 2**32], [0, 0], None)
+    yield from piece("key", "absent", "1.weight", "__metadata__", None, "a" * 100_000)
+    yield from piece("file", STATE, "state.json", "absent.safetensors", None)
 
     def halves(first: list[int], second: list[int]) -> Change:
         def change(draft: Draft) -> None:

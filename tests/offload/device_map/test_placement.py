@@ -99,14 +99,6 @@ def test_inputs_go_to_each_modules_device_and_outputs_back() -> None:
 
     model = Model()
     meta, here = torch.device("meta"), torch.ones(1)
-    handles = cross_devices(model, {"first": CPU, "last": meta}, meta, skip_keys=["cache"])
-    with pytest.raises(NotImplementedError):  # back to the CPU, where the inputs were
-        model(here, cache=here)
-    # nothing can be copied from meta: the model's own inputs arrive there, and may not leave
-    assert "first" not in seen or seen["first"][1] == "cpu"
-    for handle in handles:
-        handle.remove()
-    seen.clear()
     handles = cross_devices(model, {"last": meta}, CPU, skip_keys="cache")
     with pytest.raises(NotImplementedError):
         model(here, cache=here)

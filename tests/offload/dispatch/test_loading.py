@@ -12,26 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import init_empty_weights, load_checkpoint_and_dispatch
+from lockstep import load_checkpoint_and_dispatch
 from lockstep.errors import CheckpointError, ConfigError, OffloadError
 from lockstep.offload.files import file_mappings, is_in_file
 from lockstep.utils import load_checkpoint_in_model
-from tests.offload.checkpoints import Net, made, save, weights
+from tests.offload.checkpoints import empty, held, made, save, weights
 from tests.refusals import expect_refusal
 
 TOKENS = torch.arange(12).view(3, 4)[:, 0]
 HALVES = {"embed": "cpu", "head": "cpu", "scale": "cpu", "layers.0": "cpu"} | {
     f"layers.{index}": "disk" for index in range(1, 4)
 }
-
-
-def empty(depth: int = 4) -> Net:
-    with init_empty_weights():
-        return Net(depth).eval()
-
-
-def held(model: nn.Module) -> dict[str, Any]:
-    return {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 @pytest.mark.parametrize(

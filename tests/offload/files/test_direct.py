@@ -45,12 +45,6 @@ def test_reads_and_writes_and_mapped_tensors_show_the_same_bytes(folder: Path) -
     assert file.bytes_read == file.bytes_written == 6 * ALIGNMENT
 
 
-def test_a_full_file_says_how_much_is_left(tmp_path: Path) -> None:
-    file = OffloadFile(tmp_path, ALIGNMENT)
-    file.place(1)
-    expect_refusal(OffloadError, "0 left", file.place, 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool])
 def test_every_dtype_and_shape_has_a_mapped_tensor_with_a_storage_of_its_own(
     tmp_path: Path, dtype: torch.dtype
@@ -84,16 +78,6 @@ def test_the_region_of_a_tensor_is_known_and_its_file_lives_as_long_as_it(tmp_pa
     del tensor, parameter
     gc.collect()
     assert alive() is None
-
-
-def test_misaligned_moves_are_refused(tmp_path: Path) -> None:
-    file = OffloadFile(tmp_path, 2 * ALIGNMENT)
-    buffer = aligned_buffer(2 * ALIGNMENT)
-    for offset, part in [(1, buffer[:ALIGNMENT]), (0, buffer[:100]), (0, buffer[8 : ALIGNMENT + 8])]:
-        with pytest.raises(ValueError):
-            file.read(offset, part)
-    with pytest.raises(ValueError):
-        file.write(ALIGNMENT, buffer)
 
 
 def test_nothing_is_left_in_the_folder_and_a_missing_one_is_made(tmp_path: Path) -> None:
@@ -173,17 +157,3 @@ def test_what_is_changed_through_a_tensor_is_written_by_flush(
     buffer = aligned_buffer(2 * ALIGNMENT)
     file.read(ALIGNMENT, buffer)
     assert torch.equal(buffer.view(torch.float32), torch.arange(tensor.numel(), dtype=torch.float32))
-
-
-def test_a_flush_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = OffloadFile(tmp_path, ALIGNMENT)
-
-    class Failing:
-        def sync_file_range(self, *_: object) -> int:
-            ctypes.set_errno(errno.EIO)
-            return -1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Failing())
-    with pytest.raises(OffloadError, match="4096 bytes at 0 .*Input/output error"):
-        file.flush(0, ALIGNMENT)
-    assert file.bytes_written == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,33 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.offload import Copies
-from lockstep.offload.files import region_of
 from lockstep.offload.optimizer import offload_step
 from tests.offload.optimizer.test_offloaded import (
     OPTIMIZERS,
     Model,
-    announce,
     assert_same,
+    assert_same_with_offload,
     batches,
     groups_of,
     loss_of,
     moved_bytes,
     train,
 )
+from tests.offload.weights.device.late import LateCopies
 
 CPU = torch.device("cpu")
 
 
-class LateCopies(Copies):
-    """Copies as on a side stream that runs only when somebody waits for it: what nobody waits for never comes."""
+class KeptCopies(LateCopies):
+    """As late, and with their memory kept until the end, as a device's stream has it."""
 
     def __init__(self) -> None:
-        super().__init__(CPU)
-        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.done = 0
-        self.lock = threading.Lock()
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self.lock:
-            self.given.append((target, source))
-
-    def copied(self) -> int:
-        return len(self.given)
-
-    def wait(self, event: int) -> None:
-        with self.lock, torch.no_grad():
-            while self.done < event:
-                target, source = self.given[self.done]
-                target.copy_(source)
-                self.given[self.done] = (torch.empty(0), torch.empty(0))
-                self.done += 1
-
-    def compute_after(self, event: int) -> None:
-        self.wait(event)
+        self.kept += [target, source]
+        super().copy(target, source)
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
@@ -68,22 +51,14 @@ def test_training_is_the_same_to_the_last_bit(name: str, place: str, tmp_path: P
     plain = train(OPTIMIZERS[name], None, set_to_none=place == "ram", load_at=3)
     ours = train(
         OPTIMIZERS[name],
-        lambda o, groups: offload_step(o, groups, folder, device=CPU, copies=LateCopies()),
+        lambda o, groups: offload_step(o, groups, folder, device=CPU, copies=KeptCopies()),
         set_to_none=place == "ram",
         load_at=3,
     )
     assert_same(plain, ours)
 
 
-def run(copies: Any, folder: Path | None) -> Any:
-    torch.manual_seed(0)
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = None
-    if copies is not None:
-        groups = groups_of(model)
-        step = offload_step(optimizer, groups, folder, copies=copies)
-        announce(groups, step)
+def windows_and_edits(model: Any, optimizer: Any) -> None:
     for index, tokens in enumerate(batches(6)):
         loss_of(model, tokens).backward()
         if index % 2:  # windows of two micro-batches
@@ -95,38 +70,19 @@ def run(copies: Any, folder: Path | None) -> Any:
             model.load_state_dict(copy.deepcopy(model.state_dict()))
             with torch.no_grad():
                 model.blocks[0].linear.weight.mul_(0.5)
-    if step is not None:
-        step.finish()
-        files = [region_of(value) for state in optimizer.state.values() for value in state.values()]
-        assert any(files) == (folder is not None)
-    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_windows_clipping_and_edited_parameters(place: str, tmp_path: Path) -> None:
-    folder = tmp_path if place == "disk" else None
-    plain = run(None, None)
-    for copies in (LateCopies(), Copies(CPU)):  # those that see every later change of their source, and none
-        assert_same(plain, run(copies, folder))
-
-
-def test_gradients_travel_while_backward_runs_and_only_once() -> None:
-    model = Model()
-    copies = LateCopies()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, groups_of(model), copies=copies)
-    loss_of(model, next(batches())).backward()
-    stepped = sum(p.grad is not None for p in model.parameters())
-    assert len(copies.given) == stepped
-    optimizer.step()
-    step.finish()
-    assert len(copies.given) == 2 * stepped  # and the parameters back
+    for copies in (KeptCopies(), Copies(CPU)):  # those that see every later change of their source, and none
+        folder = tmp_path if place == "disk" else None
+        assert_same_with_offload(windows_and_edits, folder, copies=copies)
 
 
 def test_copies_of_parameters_on_disk_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
     model = Model(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, groups_of(model), tmp_path, copies=LateCopies())
+    step = offload_step(optimizer, groups_of(model), tmp_path, copies=KeptCopies())
     _, padded, moved = moved_bytes(model, optimizer, step)
     assert [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moved)] == [(3 * padded, 3 * padded)] * 2
 

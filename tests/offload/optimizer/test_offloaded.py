@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lockstep.errors import OffloadError, UsageError
 from lockstep.offload import Copies
 from lockstep.offload.files import ALIGNMENT, OffloadFile, region_of
-from lockstep.offload.optimizer import HOOK_READS_NOTHING, GradientFile, OffloadedStep, offload_step
+from lockstep.offload.optimizer import GradientFile, OffloadedStep, offload_step
 from lockstep.offload.weights import WeightGroup
 from tests.refusals import expect_refusal
 
@@ -310,16 +310,33 @@ def test_parameters_in_a_file_are_read_and_written_with_their_state(pages: str, 
     assert_same(run(False), run(True))
 
 
-@pytest.mark.parametrize(("fused", "clips"), [(False, True), (True, False)])
-def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tmp_path: Path) -> None:
-    def run(offloaded: bool) -> Any:
+def assert_same_with_offload(
+    script: Callable[[Model, Any], Any],
+    folder: Path | None = None,
+    make: Callable[[Any], Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.1),
+    width: int = 35,
+    copies: Copies | None = None,
+    announced: bool = True,
+) -> None:
+    """``script(model, optimizer)`` returns the same with its step in the background as without, and so do states."""
+    results = []
+    for offloaded in (False, True):
         torch.manual_seed(0)
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
+        model = Model(width)
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
         if offloaded:
             groups = groups_of(model)
-            announce(groups, offload_step(optimizer, groups, tmp_path))
+            step = offload_step(optimizer, groups, folder, copies=copies)
+            announce(groups if announced else [], step)
+        result = script(model, optimizer)
+        results.append(copy.deepcopy((result, model.state_dict(), optimizer.state_dict())))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(("fused", "clips"), [(False, True), (True, False)])
+def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tmp_path: Path) -> None:
+    def script(model: Model, optimizer: Any) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
         for index, tokens in enumerate(batches()):
             scaler.scale(loss_of(model, tokens)).backward()
             if index == 2:
@@ -330,19 +347,17 @@ def test_a_loss_scaler_skips_and_unscales_as_before(fused: bool, clips: bool, tm
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaler.get_scale()))
+        return scaler.get_scale()
 
-    assert_same(run(False), run(True))
+    assert_same_with_offload(script, tmp_path, lambda p: torch.optim.AdamW(p, lr=0.1, fused=fused))
 
 
-def test_a_closure_is_called_before_the_step() -> None:
-    def run(offloaded: bool) -> Any:
-        torch.manual_seed(0)
-        model = Model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        if offloaded:
-            announce(groups := groups_of(model), offload_step(optimizer, groups))
-        for tokens in batches():
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.Adam(p, lr=0.1), lambda p: torch.optim.LBFGS(p, max_iter=3)]
+)
+def test_a_closure_is_called_before_the_step_or_by_it(make: Callable[[Any], Optimizer]) -> None:
+    def script(model: Model, optimizer: Any) -> float:
+        for tokens in batches(3):
 
             def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
                 optimizer.zero_grad()
@@ -351,37 +366,16 @@ def test_a_closure_is_called_before_the_step() -> None:
                 return loss
 
             last = optimizer.step(closure)
-        return copy.deepcopy((model.state_dict(), last.item()))
+        return last.item()
 
-    assert_same(run(False), run(True))
+    assert_same_with_offload(script, make=make)
 
 
-def test_an_optimizer_that_looks_at_all_parameters_steps_at_once(tmp_path: Path) -> None:
-    def run(offloaded: bool) -> Any:
-        torch.manual_seed(0)
-        model = Model()
-        optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=3)
-        if offloaded:
-            step = offload_step(optimizer, groups_of(model))
-            assert not step.is_blockwise
-        for tokens in batches(2):
-
-            def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, tokens)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        return copy.deepcopy(model.state_dict())
-
-    assert_same(run(False), run(True))
+def test_an_optimizer_that_looks_at_all_parameters_has_no_state_on_disk(tmp_path: Path) -> None:
     optimizer = torch.optim.LBFGS(Model().parameters())
     expect_refusal(UsageError, "LBFGS", offload_step, optimizer, [], tmp_path)
     assert type(optimizer) is torch.optim.LBFGS
-
-    class Mine(torch.optim.AdamW):
-        pass
+    assert not offload_step(optimizer, []).is_blockwise
 
 
 def test_hooks_run_once_and_see_the_finished_step() -> None:
@@ -399,12 +393,7 @@ def test_hooks_run_once_and_see_the_finished_step() -> None:
 
 
 def test_what_reads_or_copies_the_model_waits_for_the_step(tmp_path: Path) -> None:
-    def run(offloaded: bool) -> Any:
-        torch.manual_seed(0)
-        model = Model(width=256)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if offloaded:
-            offload_step(optimizer, groups_of(model), tmp_path)
+    def script(model: Model, optimizer: Any) -> Any:
         loss_of(model, next(batches())).backward()
         optimizer.step()
         first = copy.deepcopy(model.state_dict())
@@ -413,28 +402,23 @@ def test_what_reads_or_copies_the_model_waits_for_the_step(tmp_path: Path) -> No
         second = copy.deepcopy(optimizer.state[model.blocks[2].linear.weight])
         model.load_state_dict(first)
         copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        return first, second, copy.deepcopy(copied.state_dict())
+        return first, second, copied.state_dict()
 
-    assert_same(run(False), run(True))
+    assert_same_with_offload(script, tmp_path, width=256, announced=False)
 
 
 def test_a_group_that_is_added_later_is_stepped(tmp_path: Path) -> None:
-    def run(offloaded: bool) -> Any:
-        torch.manual_seed(0)
-        model, other = Model(), nn.Linear(35, 35)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if offloaded:
-            groups = groups_of(model)
-            announce(groups, offload_step(optimizer, groups, tmp_path))
+    def script(model: Model, optimizer: Any) -> Any:
+        other = nn.Linear(35, 35)
         optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.5})
         for tokens in batches(3):
             loss = loss_of(model, tokens) + other(torch.ones(2, 35)).square().sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return copy.deepcopy((model.state_dict(), other.state_dict(), optimizer.state_dict()))
+        return copy.deepcopy(other.state_dict())
 
-    assert_same(run(False), run(True))
+    assert_same_with_offload(script, tmp_path)
 
 
 def test_state_dicts_fit_in_both_directions(tmp_path: Path) -> None:
@@ -492,26 +476,6 @@ def test_nothing_stays_behind_when_all_is_dropped(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-
-
-def test_a_hook_that_reads_nothing_leaves_the_step_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = offload_step(optimizer, groups_of(model))
-    loss_of(model, next(batches())).backward()
-    gate, called = threading.Event(), []
-    compute = step._threads._compute
-    monkeypatch.setattr(step._threads, "_compute", lambda *args: (gate.wait(20), compute(*args)))
-
-    def note(*_: Any) -> None:
-        called.append(gate.is_set())
-
-    setattr(note, HOOK_READS_NOTHING, True)
-    optimizer.register_step_post_hook(note)
-    optimizer.step()
-    gate.set()
-    assert called == [False]
-    step.close()
 
 
 def test_sparse_gradients_and_copies_are_refused() -> None:
@@ -583,18 +547,6 @@ def test_a_disk_that_fails_in_the_middle_is_told_of_once_and_then_nothing_is_ste
     step.close()
 
 
-def test_too_small_a_disk_is_found_before_anything_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1000))])
-    expect_refusal(OffloadError, "needs 8192 bytes", offload_step, optimizer, [], tmp_path)
-    assert type(optimizer) is torch.optim.AdamW
-
-
 def test_gradients_that_change_under_the_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -619,7 +571,7 @@ def sharded_groups(model: Model) -> list[WeightGroup]:
     return [WeightGroup("", [model], rest, 0), *blocks]
 
 
-def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
+def train_sharded(offloaded: bool, name: str, folder: str | None, in_file: bool = False) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -632,6 +584,8 @@ def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     if offloaded:
         groups = sharded_groups(model)
+        if in_file:
+            GradientFile(model.parameters(), Path(str(folder)))
         step = offload_step(optimizer, groups, Path(folder) if folder is not None else None)
         for group in groups:
             for module in group.modules:
@@ -640,7 +594,10 @@ def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
                 )
     kept: Any = None
     for index, tokens in enumerate(batches()):
-        loss_of(model, tokens).backward()
+        for _ in range(2):
+            loss_of(model, tokens).backward()
+        for gradient in (p.grad.to_local() for p in model.parameters() if p.grad is not None):
+            assert not (offloaded and in_file and gradient.numel()) or region_of(gradient)
         optimizer.step()
         optimizer.zero_grad()
         if index == 2:
@@ -658,12 +615,15 @@ def train_sharded(offloaded: bool, name: str, folder: str | None) -> Any:
 
 def compare_sharded(folder: str) -> None:
     for name, place in {"adamw": folder, "sgd-nesterov": None, "adamw-fused": folder}.items():
-        assert_same(train_sharded(False, name, None), train_sharded(True, name, place))
+        plain = train_sharded(False, name, None)
+        assert_same(plain, train_sharded(True, name, place, in_file=name == "adamw"))
     with pytest.raises(UsageError, match="Adafactor needs whole parameters"):
         train_sharded(True, "adafactor", folder)
 
 
-def test_shards_are_stepped_where_they_are(run_distributed: Any, tmp_path: Path) -> None:
+def test_shards_are_stepped_where_they_are_with_gradients_in_memory_or_in_a_file(
+    run_distributed: Any, tmp_path: Path
+) -> None:
     run_distributed(compare_sharded, 2, str(tmp_path))
 
 
@@ -724,39 +684,3 @@ def test_state_of_the_first_groups_is_read_during_backward_and_again_if_it_was_c
     if not OffloadFile(tmp_path, 1).is_direct:
         pytest.skip("this file system does not read past the page cache")
     assert_same(run(False), run(True))
-
-
-def test_pages_that_are_brought_for_the_forward_are_stepped_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who brings them does not wait for a step that has not begun with them, and nobody reads them again."""
-    torch.manual_seed(0)
-    plain, model = Model(width=64), Model(width=64)
-    model.load_state_dict(plain.state_dict())
-    groups = groups_of(model)
-    file = OffloadFile(tmp_path, 100 * ALIGNMENT)
-    for parameter in model.parameters():
-        mapped = file.tensor(file.place(parameter.numel() * 4), parameter.shape, torch.float32)
-        parameter.data = mapped.copy_(parameter.data)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
-    step = offload_step(optimizers[1], groups, tmp_path)
-    for m in (plain, model):
-        loss_of(m, next(batches())).backward()
-    file.drop(0, file.nbytes)
-    gate, reached = threading.Event(), threading.Event()
-    compute = step._threads._compute
-    monkeypatch.setattr(
-        step._threads, "_compute", lambda *args: (reached.set(), gate.wait(20), compute(*args))
-    )
-    optimizers[1].step()
-    assert reached.wait(20)  # the first group is computed, and the second is read
-    step.ready_in_place(groups[3])
-    gate.set()
-    step.ready_in_place(groups[0])
-    assert step._run is not None and step._run.items[0].shown.is_set()
-    step.finish()
-    optimizers[0].step()
-    assert_same([p.detach() for p in plain.parameters()], [p.detach().clone() for p in model.parameters()])
-    padded = [sum(-(-t.numel() // 1024) * 4096 for t in group.tensors.values()) for group in groups]
-    assert (file.bytes_read, file.bytes_written) == (sum(padded) - padded[3], sum(padded))
-    step.close()

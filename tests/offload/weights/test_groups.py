@@ -13,23 +13,6 @@ def names(groups: list[WeightGroup]) -> list[str]:
     return [group.name for group in groups]
 
 
-def test_blocks_and_the_modules_around_them_are_groups_in_order_of_registration() -> None:
-    model = Blocks(blocks=2)
-    groups = find_weight_groups(model, model.named_blocks())
-    assert names(groups) == ["embedding", "blocks.0", "blocks.1", "head"]
-    assert list(groups[1].tensors) == [
-        "blocks.0.0.weight",
-        "blocks.0.0.bias",
-        "blocks.0.1.weight",
-        "blocks.0.1.bias",
-    ]
-    assert groups[1].modules == [model.blocks[0]]
-    assert [group.nbytes for group in groups] == [
-        sum(p.nbytes for p in module.parameters())
-        for module in (model.embedding, model.blocks[0], model.blocks[1], model.head)
-    ]
-
-
 def test_every_parameter_and_buffer_is_in_exactly_one_group() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -69,22 +52,6 @@ def test_groups_that_share_a_tensor_become_one() -> None:
     groups = find_weight_groups(model, model.named_blocks())
     assert names(groups) == ["embedding", "blocks.0"]
     assert groups[1].modules == list(model.blocks) and len(groups[1].tensors) == 7
-
-
-def test_a_module_that_is_used_twice_is_one_group() -> None:
-    layer = nn.Linear(2, 2)
-    model = nn.Sequential(layer, nn.ReLU(), layer)
-    assert [(group.name, group.modules) for group in find_weight_groups(model, {"0": layer})] == [
-        ("0", [layer])
-    ]
-
-
-def test_tensors_that_are_not_wanted_are_left_out_and_groups_without_any_too() -> None:
-    model = Blocks(blocks=2)
-    groups = find_weight_groups(model, model.named_blocks(), lambda name: name.endswith("1.weight"))
-    assert [list(group.tensors) for group in groups] == [["blocks.0.1.weight"], ["blocks.1.1.weight"]]
-    assert groups[0].nbytes == model.blocks[0][1].weight.nbytes
-    assert find_weight_groups(model, {}, lambda name: False) == []
 
 
 def test_groups_around_others_are_those_whose_modules_hold_theirs() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from lockstep.errors import OffloadError
 from lockstep.offload.files import Pages, map_file
-from lockstep.offload.weights import MappedMover, WeightGroup, find_weight_groups
+from lockstep.offload.weights import MappedMover, find_weight_groups
 from tests.offload.models import Blocks, map_weights
 from tests.offload.resident import resident_bytes
 from tests.patching import module_of
@@ -68,25 +67,6 @@ def test_populated_pages_are_in_memory_and_dropped_ones_are_not(numbers, writabl
     assert torch.equal(tensor, data)
 
 
-def test_neighbours_count_as_one_range_and_gaps_are_not_touched(numbers) -> None:
-    path, _ = numbers
-    tensor = map_file(path)
-    Pages([tensor]).drop()
-    halves = Pages([tensor[PAGE : PAGE + 100], tensor[PAGE + 100 : 3 * PAGE]])
-    assert halves.nbytes == 2 * PAGE
-    halves.populate()
-    assert resident_bytes(tensor[PAGE : 3 * PAGE]) == 2 * PAGE
-    halves.drop()
-    assert resident_bytes(tensor[PAGE : 3 * PAGE]) == 0
-    gap = Pages([tensor[PAGE : 2 * PAGE - 8], tensor[2 * PAGE : 3 * PAGE]])
-    Pages([tensor]).populate()
-    gap.drop()
-    assert resident_bytes(tensor) == 63 * PAGE
-    strided = tensor[4 * PAGE : 8 * PAGE].view(4, PAGE).t()
-    assert Pages([strided]).nbytes == Pages([strided[:, ::2]]).nbytes + PAGE == 4 * PAGE
-    assert Pages([tensor[:1].expand(100 * PAGE)]).nbytes == PAGE
-
-
 def test_what_was_written_to_a_private_mapping_is_never_dropped(numbers) -> None:
     path, data = numbers
     tensor = map_file(path)
@@ -109,14 +89,6 @@ def test_what_was_written_to_a_shared_mapping_gets_into_the_file_when_dropped(nu
     assert path.read_bytes() == (data + 1).numpy().tobytes()
 
 
-def test_tensors_in_memory_are_left_alone() -> None:
-    tensor = torch.arange(1 << 20)
-    Pages([tensor]).populate()
-    Pages([tensor]).drop()
-    assert torch.equal(tensor, torch.arange(1 << 20))
-    assert Pages([tensor, torch.empty(0), torch.empty(3, device="meta")]).nbytes == 0
-
-
 def test_a_truncated_file_is_an_error_before_it_is_touched(numbers) -> None:
     path, _ = numbers
     tensor = map_file(path)
@@ -133,18 +105,6 @@ def test_a_truncated_file_is_an_error_before_it_is_touched(numbers) -> None:
     expect_refusal(OffloadError, "Bad address", of_group.populate)
 
 
-def test_a_file_that_is_truncated_while_it_is_read_is_named_as_such(numbers) -> None:
-    path, _ = numbers
-    pages_of_file = Pages([map_file(path)])
-
-    def stopped() -> bool:
-        os.truncate(path, 8 * PAGE)
-        return False
-
-    with pytest.raises(OffloadError, match=f"{8 * PAGE} bytes.* {64 * PAGE}"):
-        pages_of_file.populate(stopped)
-
-
 def test_older_kernels_are_served_by_touching_each_page(numbers, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = numbers
     tensor = map_file(path)
@@ -152,56 +112,6 @@ def test_older_kernels_are_served_by_touching_each_page(numbers, monkeypatch: py
     monkeypatch.setattr(module_of(Pages), "_POPULATE_READ", 12345)  # no kernel knows it
     Pages([tensor[: 32 * PAGE]]).populate()
     assert resident_bytes(tensor[: 32 * PAGE]) == 32 * PAGE
-
-
-def test_populating_stops_between_pieces(tmp_path: Path) -> None:
-    path = tmp_path / "holes"
-    path.touch()
-    os.truncate(path, 64 << 20)
-    tensor = map_file(path)
-    answers = iter([False, True])
-    Pages([tensor]).populate(lambda: next(answers))
-    assert 0 < resident_bytes(tensor) < tensor.nbytes
-
-
-def test_a_mover_moves_what_is_mapped_and_keeps_what_was_written(tmp_path: Path) -> None:
-    model = Blocks(blocks=2)
-    in_memory = find_weight_groups(model, model.named_blocks())
-    assert [MappedMover(in_memory).nbytes(group) for group in in_memory] == [0] * 4
-    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    map_weights(model, tmp_path / "weights")
-    groups = find_weight_groups(model, model.named_blocks())
-    mover = MappedMover(groups)
-    block, weight = groups[1], model.blocks[0][1].weight
-    assert block.nbytes <= mover.nbytes(block) < block.nbytes + 2 * PAGE
-    for group in groups:
-        assert mover.release(group)
-    mover.load(block)
-    assert resident_bytes(weight) >= weight.nbytes
-    mover.release(block)
-    assert resident_bytes(weight) <= 2 * PAGE
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
-    with torch.no_grad():
-        weight.add_(1)
-    mover.release(block)
-    assert torch.equal(weight, expected["blocks.0.1.weight"] + 1)
-
-
-def test_parameters_in_files_of_their_own_and_buffers_may_be_written_to(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(PAGE)
-    map_weights(model, tmp_path / "weights", writable=True)
-    statistics = tmp_path / "statistics"
-    statistics.write_bytes(bytes(4 * PAGE))
-    model.running_mean = map_file(statistics).view(torch.float32)
-    mover = MappedMover(
-        [WeightGroup("", [model], {**dict(model.named_parameters()), **dict(model.named_buffers())}, 0)]
-    )
-    with torch.no_grad():
-        model.weight.mul_(2)
-    model(torch.full((8, PAGE), 2.0))
-    mover.close()
-    assert torch.equal(model.weight, torch.full((PAGE,), 2.0))
-    torch.testing.assert_close(model.running_mean, torch.full((PAGE,), 0.2))
 
 
 def test_pages_outlive_a_parameter_that_was_replaced(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def build(block: Callable[[], nn.Module] = Block) -> Net:
     return Net(block)
 
 
-def train(model: nn.Module, steps: int = 3, fused: bool = False, autocast: bool = False) -> dict[str, Any]:
+def train(model: nn.Module, steps: int = 2, fused: bool = False, autocast: bool = False) -> dict[str, Any]:
     """Two micro-batches a step, an evaluation between steps."""
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
@@ -181,20 +181,8 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
         assert value is None or torch.equal(ours[name], value), name
 
 
-@pytest.mark.parametrize(("block", "way"), [(Block, "eager"), (Attending, "streamer"), (Normed, "streamer")])
-def test_training_is_the_plain_one_bit_for_bit(block: Callable[[], nn.Module], way: str) -> None:
-    model = build(block)
-    model.layers[1].requires_grad_(False)
-    plain = train(copy.deepcopy(model))
-    assert any(value is None for value in plain.values())
-    with streamed(model, way):
-        assert_same(train(model), plain)
-    other = copy.deepcopy(model)
-    assert_same(train(model), train(other))  # plain again
-
-
 @pytest.mark.parametrize(("pinned", "way"), [(True, "eager"), (False, "streamer"), (True, "streamer")])
-def test_whatever_uses_memory_waits_for_the_copies_of_it(
+def test_training_is_the_plain_one_bit_for_bit_and_whatever_uses_memory_waits_for_the_copies_of_it(
     monkeypatch: pytest.MonkeyPatch, way: str, pinned: bool
 ) -> None:
     """With copies that are done as late as allowed, from host tensors or from buffers of a few bytes."""
@@ -205,54 +193,15 @@ def test_whatever_uses_memory_waits_for_the_copies_of_it(
         made.append(LateCopies(pinned))
         return made[-1]
 
-    for block in (Block, Normed):
+    for block in (Block, Normed, Attending):
         model = build(block)
+        model.layers[1].requires_grad_(False)
         plain = train(copy.deepcopy(model))
         with streamed(model, way, copies=copies):
             assert_same(train(model), plain)
     assert all(copies.queue for copies in made)
-
-
-def test_a_slot_is_filled_after_what_computed_with_it_and_used_after_it_is_filled() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = find_weight_groups(model, {})
-    made: list[LateCopies] = []
-    waited: list[WeightGroup] = []
-    mover = DeviceMover(
-        [first, second], CPU, ready=waited.append, copies=lambda device: made.append(LateCopies()) or made[-1]
-    )
-    to, back = made
-    mover.load(first)
-    mover.bind(first)
-    assert to.log == [
-        *(("computed", "1"), ("after", "1")),  # the allocator may give memory that is still computed with
-        *(("copy", 1), ("copy", 2), ("compute after", 2)),
-    ]  # fmt: skip
-    to.log.clear()
-    mover.flush()
-    assert mover.release(first)
-    mover.load(second)
-    assert to.log == [("computed", "2"), ("after", "2"), ("copy", 3), ("copy", 4)]
-    assert mover.release(second)  # never used: the copies that filled it are what the next one follows
-    to.log.clear()
-    mover.load(first)
-    assert to.log == [("after", 4), ("copy", 5), ("copy", 6)]
-    model[0].weight.data.add_(1)
-    mover.edited([model[0].weight])
-    to.log.clear()
-    assert not waited
-    mover.bind(first)  # once more into the same slot
-    assert waited == [first]
-    assert to.log == [("computed", "3"), ("after", "3"), ("copy", 7), ("copy", 8), ("compute after", 8)]
-    assert mover.slots.peak_bytes == mover.nbytes(first) and not back.log
-
-    model[0](torch.ones(4)).sum().backward()
-    assert back.log == [
-        *(("computed", "1"), ("after", "1"), ("copy", 1)),
-        *(("computed", "2"), ("after", "2"), ("copy", 2)),
-        *(("host waits", 1), ("host waits", 2)),  # at the end of backward
-    ]  # fmt: skip
-    assert model[0].weight.grad.tolist() == [[1.0] * 4] * 4 and model[0].bias.grad.tolist() == [1.0] * 4
+    other = copy.deepcopy(model)
+    assert_same(train(model), train(other))  # plain again
 
 
 def test_fused_steps_which_leave_no_trace_are_seen() -> None:
@@ -337,18 +286,7 @@ def test_a_transformers_llama_trains_and_generates_the_same(checkpointing: bool,
         assert_same(language_steps(model), language_steps(plain.train()))
 
 
-def test_backward_can_run_twice_and_gradients_are_those_of_two() -> None:
-    model = build()
-    other = copy.deepcopy(model)
-    with streamed(model):
-        for net in (model, other):
-            loss = loss_of(net, 0)
-            loss.backward(retain_graph=True)
-            loss.backward()
-        assert_same(*({n: p.grad for n, p in net.named_parameters()} for net in (model, other)))
-
-
-def test_two_forwards_before_backward_and_hooks_of_parameters() -> None:
+def test_two_forwards_before_backward_two_backwards_and_hooks_of_parameters() -> None:
     model = build()
     other = copy.deepcopy(model)
     counts = []
@@ -361,10 +299,12 @@ def test_two_forwards_before_backward_and_hooks_of_parameters() -> None:
                 lambda p, calls=calls, weight=weight: calls.append((p is weight, p.grad.clone()))
             )
             (loss_of(net, 0) + loss_of(net, 1)).backward()
-            loss_of(net, 2).backward()
+            loss = loss_of(net, 2)
+            loss.backward(retain_graph=True)
+            loss.backward()
             counts.append(calls)
         assert_same(*({n: p.grad for n, p in net.named_parameters()} for net in (model, other)))
-    assert len(counts[0]) == len(counts[1]) == 2
+    assert len(counts[0]) == len(counts[1]) == 3
     for ours, plain in zip(*counts, strict=True):
         assert ours[0] and torch.equal(ours[1], plain[1])
 
@@ -456,7 +396,7 @@ def test_what_a_forward_replaces_or_writes_is_written_back() -> None:
     with streamed(model):
         assert_same(train(model), train(other))
         assert all(layer.mean is mean for layer, mean in zip(model.layers, means, strict=True))
-        assert model.layers[0].count == 9 and model.layers[0].mean.abs().sum() > 0
+        assert model.layers[0].count == 6 and model.layers[0].mean.abs().sum() > 0
 
 
 # -- refusals --------------------------------------------------------------------------------------------

@@ -2,66 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from lockstep.errors import OffloadError
 from lockstep.offload import Copies, Staging, dense_strides, view_of
 from lockstep.offload.weights import Slots
 from tests.offload.weights.device.late import LateCopies
-from tests.refusals import expect_refusal
 
 CPU = torch.device("cpu")
-
-
-def test_a_slot_is_used_again_for_the_same_size_after_its_last_use() -> None:
-    slots = Slots(Copies(CPU), budget=100)
-    first, second = slots.take(40), slots.take(60)
-    assert first.storage != second.storage and slots.allocated_bytes == 100
-    slots.give_back(first, last_use="event")
-    again = slots.take(40)
-    assert again is first and again.free == "event"
-    expect_refusal(OffloadError, "budget of 100", slots.take, 8)
-
-
-def test_free_slots_of_other_sizes_make_room_after_what_computes_has_waited_for_them() -> None:
-    copies = LateCopies()
-    slots = Slots(copies, budget=100)
-    small, large = slots.take(40), slots.take(60)
-    slots.give_back(small, 0)
-    slots.give_back(large, 0)
-    slots.take(50)
-    assert copies.log[-3:] == [("compute after", 0), ("compute after", 0), ("computed", "3")]
-    assert slots.allocated_bytes == 50 and slots.peak_bytes == 100
-    slots.give_back(slots.take(10), 0)
-    slots.clear()
-    assert slots.allocated_bytes == 50
-
-
-def test_the_budget_holds_for_any_order_of_sizes() -> None:
-    generator = random.Random(0)
-    slots = Slots(Copies(CPU), budget=1000)
-    held: list = []
-    for _ in range(300):
-        size = generator.choice([100, 200, 300, 450])
-        while held and sum(slot.nbytes for slot in held) + size > 1000:
-            slots.give_back(held.pop(generator.randrange(len(held))), None)
-        held.append(slots.take(size))
-        assert sum(slot.nbytes for slot in held) <= slots.allocated_bytes <= 1000
-        assert len({slot.storage for slot in held}) == len(held)
-
-
-def test_who_else_holds_a_slots_memory_is_told() -> None:
-    slot = Slots(Copies(CPU)).take(64)
-    assert not slot.is_held(0)
-    own = slot.buffer.view(torch.float32)
-    assert slot.is_held(0) and not slot.is_held(1)
-    other = torch.nn.Parameter(own).detach().t()
-    assert slot.is_held(1)
-    del other
-    assert not slot.is_held(1)
 
 
 def test_without_knowledge_of_holders_no_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
