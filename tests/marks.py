@@ -9,8 +9,6 @@ import hypothesis
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.torch_internals import splits_backward_exactly
-
 
 def again(*values: Any) -> Any:
     """A case that proves again, with more ranks or in another product of settings, what others prove."""
@@ -34,9 +32,3 @@ needs_a_restart = pytest.mark.skipif(
     reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_refusals.py",
 )
 """Of tests in which a sharded model goes on after a forward that raised."""
-
-needs_exact_split_backward = pytest.mark.skipif(
-    not splits_backward_exactly(),
-    reason="only torch 2.13 or newer can split a backward; that older ones are refused is tested in test_pipeline.py",
-)
-"""Of tests of schedules that compute the gradients of weights later than those of activations."""

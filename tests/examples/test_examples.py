@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, LOCKSTEP, NUMBER, PYTHON, TORCHRUN, Run, numbers, start
+from tests.examples.scripts import EXAMPLES, LOCKSTEP, NUMBER, PYTHON, Run, numbers, start
 
 
 def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
@@ -102,12 +102,6 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 @pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
 def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
     text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
-    assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
-
-
-@pytest.mark.exhaustive  # tests/test_readme.py starts a script so
-def test_digits_give_the_numbers_of_the_plain_loop_under_torchrun(plain_result: list[float]) -> None:
-    text = start(TORCHRUN, "digits/ddp.py", "--epochs", 4)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 

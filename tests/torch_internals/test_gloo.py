@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from lockstep.runtime import start_runtime
-from lockstep.torch_internals import group_with_one_thread
 
 SHAPES = ((1,), (3, 2), (2, 3, 4), (4, 0))
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -97,20 +96,6 @@ def test_gloo_is_not_asked_for_the_gather_with_the_long_name(run_distributed) ->
     assert [tensor.tolist() for tensor in results] == [[3.0]] * 3
 
 
-def gather_often(times: int, at_once: int) -> int:
-    group, x, right = join_alone(), torch.ones(1), 0
-    for _ in range(times // at_once):
-        pending = [operators().all_gather_into_tensor(x, 1, group) for _ in range(at_once)]
-        right += sum(operators().wait_tensor(tensor).item() == 1 for tensor in pending)
-    return right
-
-
-@pytest.mark.exhaustive
-def test_many_gathers_in_flight_leave_memory_alone(run_distributed) -> None:
-    """Both threads of gloo end gathers at once: with torch's own, 6 processes of 6 died within 120,000."""
-    assert run_distributed(gather_often, 1, 300_000, 100, timeout_s=300) == [300_000]
-
-
 class Words(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -158,19 +143,3 @@ def test_sparse_gradients_are_averaged_by_one_thread(run_distributed, hook: str)
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     for _, threads, main in run_distributed(train_words, 2, False, hook):
         assert (threads, main) == (2, True)
-
-
-def average_often(times: int, at_once: int) -> int:
-    join_alone()
-    group, right = group_with_one_thread(), 0
-    for _ in range(times // at_once):
-        tensors = [torch.sparse_coo_tensor([[0]], [1.0], (4,)) for _ in range(at_once)]
-        for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
-            work.wait()
-        right += sum(tensor.to_dense()[0].item() == 1 for tensor in tensors)
-    return right
-
-
-@pytest.mark.exhaustive
-def test_many_sparse_sums_in_flight_leave_memory_alone(run_distributed) -> None:
-    assert run_distributed(average_often, 1, 200_000, 100, timeout_s=300) == [200_000]

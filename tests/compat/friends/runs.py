@@ -88,32 +88,3 @@ def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
         if max(numbers, weights) > MOST[kind]:
             found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
     return found
-
-
-SOME_SHARDED = "fsdp_full_shard last_fsdp deepspeed_2 deepspeed_3"
-WHOLE = "sharded/whole sharded/whole_last"
-RESUMED = "sharded/last_taken_up_deepspeed sharded/last_taken_up_fsdp/zero=3"
-
-
-def sharded_cells(words: str) -> str:
-    return " ".join(f"sharded/{word}" for word in words.split())
-
-
-def close_to_whole(words: str, here: Path, there: Path) -> None:
-    """Compare the sharded cells ``words`` of two processes with those of whole models."""
-    found = {
-        word: difference(here / word, there / ("whole_last" if word.startswith("last") else "whole"))
-        for word in words.split()
-    }
-    assert {word: far for word, far in found.items() if max(far) > MOST["zero"]} == {}
-
-
-def on_one(here: Path) -> dict[str, str]:
-    """For one process that goes on from two, with as many samples in a step: twice the windows."""
-    return {"CELLS_FROM": str(here), "CELLS_WINDOW": "4"}
-
-
-def resumed_like_whole(alone: Path, there: Path) -> None:
-    """Compare weights. Means over other evaluation batches differ."""
-    for word in RESUMED.split():
-        assert difference(alone / "-".join(word.split("/")[1:]), there / "whole_last")[1] <= MOST["zero"]

@@ -176,7 +176,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@examples(300)
+@examples(150)
 @given(st.dictionaries(st.one_of(st.sampled_from([*KEYS]), st.text(max_size=4)), VALUES, max_size=6))
 def test_any_section_gives_settings_or_one_message(config: dict[str, Any]) -> None:
     try:
