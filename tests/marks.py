@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from typing import Any
 
 import hypothesis
@@ -13,12 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 def again(*values: Any) -> Any:
     """A case that proves again, with more ranks or in another product of settings, what others prove."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
-
-
-def again_if(cases: Iterable[Any], repeated: Container[Any]) -> list[Any]:
-    """The cases, of which those in ``repeated`` prove what others prove."""
-    marks = pytest.mark.exhaustive
-    return [pytest.param(case, marks=marks if case in repeated else ()) for case in cases]
 
 
 def examples(count: int, **options: Any) -> hypothesis.settings:

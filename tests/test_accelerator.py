@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -308,30 +309,22 @@ def test_a_pickled_accelerator_has_the_same_arguments_and_nothing_prepared() -> 
 def misuse(kind: str) -> str:
     accelerator = Accelerator(cpu=True)
     model = problems.make_model()
-    rows, _ = problems.make_rows(0, 0, 4)
-    try:
-        if kind == "twice":
-            accelerator.prepare(optimizer := torch.optim.SGD(model.parameters()))
-            accelerator.prepare(model, optimizer)
-        elif kind == "empty":
-            accelerator.prepare(DataLoader(TensorDataset(torch.zeros(2)), batch_size=4, drop_last=True))
-        elif kind == "no model":
-            accelerator.backward(model(rows).sum())
-        elif kind == "placement":
-            accelerator.prepare(model, device_placement=[True, False])
-        elif kind == "meta":
-            accelerator.prepare(nn.ParameterList([torch.empty(2, device="meta")]))
-        elif kind == "fsdp":
-            Accelerator(cpu=True, fsdp_plugin=object())
-        elif kind == "typo":
-            Accelerator(cpu=True, mixed_precison="bf16")
-        elif kind == "precision":
-            Accelerator(cpu=True, mixed_precision="bf15")
-        elif kind == "handler":
-            Accelerator(cpu=True, kwargs_handlers=[object()])  # type: ignore[list-item]
-    except LockstepError as error:
-        return str(error)
-    return ""
+    optimizer = torch.optim.SGD(model.parameters())
+    empty = DataLoader(TensorDataset(torch.zeros(2)), batch_size=4, drop_last=True)
+    calls: dict[str, Callable[[], object]] = {
+        "twice": lambda: (accelerator.prepare(optimizer), accelerator.prepare(model, optimizer)),
+        "empty": lambda: accelerator.prepare(empty),
+        "no model": lambda: accelerator.backward(model(problems.make_rows(0, 0, 4)[0]).sum()),
+        "placement": lambda: accelerator.prepare(model, device_placement=[True, False]),
+        "meta": lambda: accelerator.prepare(nn.ParameterList([torch.empty(2, device="meta")])),
+        "fsdp": lambda: Accelerator(cpu=True, fsdp_plugin=object()),
+        "typo": lambda: Accelerator(cpu=True, mixed_precison="bf16"),
+        "precision": lambda: Accelerator(cpu=True, mixed_precision="bf15"),
+        "handler": lambda: Accelerator(cpu=True, kwargs_handlers=[object()]),  # type: ignore[list-item]
+    }
+    with pytest.raises(LockstepError) as caught:
+        calls[kind]()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.errors import DifferentCallsError
-from lockstep.user_call import UserCall, in_different_calls, user_call
+from lockstep.user_call import UserCall, in_different_calls
 from tests.launch import helpers as launch
 
 SCRIPT = """
@@ -83,18 +82,3 @@ def test_the_same_call_of_one_line_is_no_difference_and_only_a_call_for_all_is_a
     assert "Rank 0 called a collective, rank 1 called forward (a.py:2)" in in_different_calls(
         {0: UserCall(), 1: there}
     )
-
-
-def test_a_call_is_told_by_the_frames_of_the_thread_or_else_of_the_main_one() -> None:
-    seen: list[UserCall] = []
-
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(user_call())
-            return x
-
-    thread = threading.Thread(target=lambda: seen.append(user_call()))
-    Model()(torch.ones(1))
-    thread.start()
-    thread.join()
-    assert all(one.line.startswith("test_different_calls.py:") for one in seen)

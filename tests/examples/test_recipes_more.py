@@ -190,14 +190,6 @@ def test_a_gpt_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped(
     ).read_bytes()
 
 
-def test_an_average_that_two_ranks_saved_in_shards_goes_on_on_one(run: Run, tmp_path: Path) -> None:
-    pattern = "(?:loss|weights) NUMBER"
-    straight = numbers(pattern, run(1, "recipes/ema.py", "--epochs", 2))
-    run(2, "recipes/ema.py", "--epochs", 1, "--out", tmp_path)
-    rest = run(1, "recipes/ema.py", "--epochs", 2, "--parallel", "ddp", "--out", tmp_path)
-    assert numbers(pattern, rest) == pytest.approx(straight[-2:], abs=2e-5)
-
-
 # Answers ---------------------------------------------------------------------------------------------
 
 

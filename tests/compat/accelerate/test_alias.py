@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.command import LOCKSTEP
-
-KNOWN = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+from tests.compat.processes import ALONE
 
 
 def run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
-        env=KNOWN | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=ALONE,
         cwd=folder,
         capture_output=True,
         text=True,

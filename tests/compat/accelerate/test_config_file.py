@@ -9,6 +9,7 @@ from lockstep.config import IN_FILES, RunConfig, parse_yaml
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
+from tests.refusals import expect_refusal
 
 
 def read(text: str) -> RunConfig:
@@ -16,9 +17,7 @@ def read(text: str) -> RunConfig:
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read(text)
-    return str(caught.value)
+    return expect_refusal(ConfigError, "", read, text)
 
 
 def test_the_two_process_example_is_read_as_it_is() -> None:

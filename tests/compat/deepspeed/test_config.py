@@ -18,9 +18,7 @@ from tests.refusals import expect_refusal
 
 
 def refusal(config: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        from_deepspeed(config, "ds.json")
-    return str(caught.value)
+    return expect_refusal(ConfigError, "", from_deepspeed, config, "ds.json")
 
 
 def values(config: Any) -> dict[str, Any]:

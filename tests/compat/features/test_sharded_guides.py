@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.compat.features.sharded_problem import whole
-from tests.compat.features.test_features import LAUNCH, SOURCE, results, start
+from tests.compat.features.test_features import LAUNCH, SOURCE, results
+from tests.compat.processes import start
 
 SCRIPT = Path(__file__).with_name("sharded_guides.py")
 EXPECTED: dict[str, Any] = {
@@ -68,7 +69,7 @@ def check(found: dict[str, Any], name: str, expected: Any) -> None:
 
 @pytest.mark.timeout(200)
 def test_plugins_of_the_guides_train_as_one_process_does() -> None:
-    found = results(start(*LAUNCH, "--as-accelerate", str(SCRIPT), *EXPECTED, path=SOURCE))
+    found = results(start(*LAUNCH, "--as-accelerate", str(SCRIPT), *EXPECTED, PYTHONPATH=SOURCE))
     assert len(found) == 2 * len(EXPECTED)
     for name, expected in EXPECTED.items():
         check(found, name, expected)
@@ -80,5 +81,5 @@ def test_a_file_of_the_guides_trains_as_one_process_does(tmp_path: Path) -> None
     described.write_text(json.dumps(DESCRIBED))
     config.write_text(DEEPSPEED.replace("JSON", str(described)))
     launch = (*LAUNCH[:3], "--config_file", str(config), "--num-cpu-threads", "1", "--as-accelerate")
-    found = results(start(*launch, str(SCRIPT), "as_the_file_says", path=SOURCE))
+    found = results(start(*launch, str(SCRIPT), "as_the_file_says", PYTHONPATH=SOURCE))
     check(found, "as_the_file_says", whole(warmup=3))

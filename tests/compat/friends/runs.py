@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.command import LOCKSTEP
 from tests.compat.friends.compare import difference
+from tests.compat.processes import start as start_python
 
 HERE = Path(__file__).parent
 SOURCE = str(HERE.parents[2] / "src")
@@ -46,27 +46,19 @@ def start(
 
     ``packages``: a folder of packages beside those that are installed.
     """
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     if processes == 1:
         program = ["-m", "lockstep.compat.accelerate"] if here else []
     else:
         other = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         program = [*(LAUNCH if here else other), str(processes)]
     out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
-        "CELLS_OUT": str(out),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return subprocess.Popen(
-        [sys.executable, *program, str(HERE / "run_cells.py"), *words.split()],
-        env=known | settings | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    return start_python(
+        *(*program, str(HERE / "run_cells.py"), *words.split()),
+        PYTHONPATH=os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
+        CELLS_OUT=str(out),
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        **variables,
     )
 
 
