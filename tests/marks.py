@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from typing import Any
 
 import hypothesis
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.torch_internals import splits_backward_exactly
-
 
 def again(*values: Any) -> Any:
     """A case that proves again, with more ranks or in another product of settings, what others prove."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
-
-
-def again_if(cases: Iterable[Any], repeated: Container[Any]) -> list[Any]:
-    """The cases, of which those in ``repeated`` prove what others prove."""
-    marks = pytest.mark.exhaustive
-    return [pytest.param(case, marks=marks if case in repeated else ()) for case in cases]
 
 
 def examples(count: int, **options: Any) -> hypothesis.settings:
@@ -34,9 +25,3 @@ needs_a_restart = pytest.mark.skipif(
     reason="only torch 2.13 or newer can go on; that older ones are refused is tested in test_refusals.py",
 )
 """Of tests in which a sharded model goes on after a forward that raised."""
-
-needs_exact_split_backward = pytest.mark.skipif(
-    not splits_backward_exactly(),
-    reason="only torch 2.13 or newer can split a backward; that older ones are refused is tested in test_pipeline.py",
-)
-"""Of tests of schedules that compute the gradients of weights later than those of activations."""

@@ -11,7 +11,8 @@ import pytest
 
 def expect_refusal(
     error: type[Exception], words: str, call: Callable[..., object], *args: Any, **options: Any
-) -> None:
-    """``call`` raises such an error. Its message has these words: the name, the number, or what to do."""
-    with pytest.raises(error, match=re.escape(words)):
+) -> str:
+    """``call`` raises such an error. Its message, which is returned, has these words: a name, a number, what to do."""
+    with pytest.raises(error, match=re.escape(words)) as caught:
         call(*args, **options)
+    return str(caught.value)

@@ -175,7 +175,6 @@ def test_a_save_and_a_load_enter_few_files(
 @pytest.mark.parametrize(
     ("ranks", "watch", "changed"),
     [
-        (1, True, ["True", "True", "False", "True"]),
         (1, False, ["False", "False", "False", "True"]),
         (2, True, ["True", "True", "False", "True"]),
     ],

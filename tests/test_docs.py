@@ -21,7 +21,6 @@ from lockstep.compat.accelerate import ONLY_IN_ACCELERATE, OTHER_KEYS, SECTIONS,
 from lockstep.config import parse_yaml
 from lockstep.observe.trackers import TRACKERS
 from lockstep.utils import LoggerType
-from tests import migration_tables, settings_table
 from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
@@ -97,20 +96,6 @@ def first_cells(text: str) -> list[str]:
     """The first cells of the table rows in a text, without the head."""
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     return [cell for cell in rows[1:] if set(cell) != {"-"}]
-
-
-def test_the_table_of_settings_is_that_of_the_source() -> None:
-    found = settings_table.BLOCK.search(TEXTS["reference/configuration.md"])
-    assert found is not None and found.group() == settings_table.table(), (
-        "run python -m tests.settings_table, which writes it anew"
-    )
-
-
-def test_the_tables_for_migration_are_those_of_the_source() -> None:
-    text = TEXTS["migrating-from-accelerate.md"]
-    assert migration_tables.written(text) == text, (
-        "run python -m tests.migration_tables, which writes them anew"
-    )
 
 
 def test_the_table_of_other_yaml_keys_is_that_of_the_source() -> None:

@@ -43,24 +43,6 @@ def test_what_is_not_run_has_an_example_and_a_reason() -> None:
         compile(EXAMPLES[name], name, "exec")
 
 
-def test_a_function_without_an_example_is_noticed() -> None:
-    class Documented:
-        """An example that calls one of two methods.
-
-        Examples:
-            ```python
-            Documented().shown()
-            ```
-        """
-
-        def shown(self) -> None: ...
-        def hidden(self) -> None: ...
-
-    def bare() -> None: ...
-
-    assert missing({"x.Documented": Documented, "x.bare": bare}) == ["x.Documented.hidden", "x.bare"]
-
-
 def test_every_example_prints_or_asserts_or_calls_something() -> None:
     for name, text in EXAMPLES.items():
         assert 2 <= len(text.splitlines()) <= 26, name

@@ -123,9 +123,3 @@ def code_lines(path: Path) -> list[str]:
     """The file's lines from its first import on."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[next(i for i, line in enumerate(lines) if line.startswith("import ")) :]
-
-
-def test_every_link_leads_to_a_file() -> None:
-    targets = re.findall(r"\]\(([^)#]+)", README)
-    assert len(targets) > 10
-    assert [target for target in targets if not (ROOT / target).is_file()] == []

@@ -31,12 +31,3 @@ def test_a_run_with_a_failure_is_not_taken_down(tmp_path: Path) -> None:
     found = torch_versions.counts(results)
     assert found == {"passed": 2, "skipped": 1, "failed": 2}
     expect_refusal(ValueError, "2", torch_versions.with_run, {}, "2.11.0", "3.10.1", "2026-01-01", found)
-
-
-def test_versions_are_in_order_and_keep_their_last_run() -> None:
-    found = {"passed": 7, "skipped": 0, "failed": 0}
-    record = torch_versions.with_run({}, "2.11.0", "3.10.1", "2026-01-01", found)
-    record = torch_versions.with_run(record, "2.9.1", "3.10.1", "2026-01-01", found)
-    record = torch_versions.with_run(record, "2.11.0+cpu", "3.12.1", "2026-01-02", found)
-    assert list(record) == ["2.9.1", "2.11.0"]
-    assert record["2.11.0"]["date"] == "2026-01-02"

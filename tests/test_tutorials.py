@@ -15,6 +15,7 @@ import pytest
 
 from tests.test_docs import TEXTS
 from tests.test_readme import ENVIRONMENT
+from tests.warm_interpreter import WarmInterpreter
 
 PART = re.compile(
     r"^<!-- (?:file: (?P<file>[\w./]+)|(?P<kind>runs in order|prints)) -->\n```\w+\n(?P<text>.*?)^```$",
@@ -25,14 +26,17 @@ PAGES = [name for name, text in TEXTS.items() if "<!-- runs in order -->" in tex
 
 @pytest.mark.timeout(600)  # a dozen launches
 @pytest.mark.parametrize("name", PAGES)
-def test_a_tutorial_works_as_it_is_written(name: str, tmp_path: Path) -> None:
+def test_a_tutorial_works_as_it_is_written(
+    warm_interpreter: WarmInterpreter, name: str, tmp_path: Path
+) -> None:
     outputs: list[str] = []
     for part in PART.finditer(TEXTS[name]):
         text = part["text"]
         if part["file"]:
             (tmp_path / part["file"]).write_text(text, encoding="utf-8")
         elif part["kind"] == "runs in order":
-            outputs = [run(line, tmp_path) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+            lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+            outputs = [run(line, tmp_path, warm_interpreter) for line in lines]
         else:
             for output in outputs:
                 lines = [line.strip() for line in output.splitlines()]
@@ -44,9 +48,13 @@ def test_a_tutorial_works_as_it_is_written(name: str, tmp_path: Path) -> None:
                 assert not missing, f"{missing}\n{output}"
 
 
-def run(line: str, folder: Path) -> str:
+def run(line: str, folder: Path, interpreter: WarmInterpreter) -> str:
     """What the command prints."""
     words = shlex.split(line, comments=True)
+    if words[0] == "python":
+        code, output = interpreter.run(folder / words[1], *words[2:])
+        assert code == 0, f"{line}\n{output}"
+        return output
     done = subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -25,21 +25,6 @@ from tests.compat.accelerate.their_config import ANSWERS, write
 from tests.refusals import expect_refusal
 
 
-@pytest.fixture(autouse=True)
-def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    for name in ("LOCKSTEP_CONFIG_FILE", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.touch()
-    return path
-
-
 def test_the_commands_are_those_of_accelerate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

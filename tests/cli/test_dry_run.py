@@ -27,9 +27,6 @@ FP16 = {
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("LOCKSTEP_CONFIG_FILE", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(DESCRIBED))
     (tmp_path / "fp16.json").write_text(json.dumps(FP16))
@@ -73,33 +70,6 @@ def test_the_scale_of_fp16_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["parallel"] == "zero=1 zero_optimization.stage=1 (fp16.json)"
 
 
-def test_what_says_the_stage_is_named_though_another_key_comes_first(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    (folder / "run.yaml").write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
-        "  gradient_clipping: 1.0\n  gradient_accumulation_steps: 2\n  zero_stage: 3\n"
-    )
-    rows = shown(capsys, "--config-file", "run.yaml")
-    assert rows["parallel"] == "zero=3 zero_stage=3 (run.yaml:3: deepspeed_config)"
-    assert rows["gradient_clipping"] == "1.0 gradient_clipping=1.0 (run.yaml:3: deepspeed_config)"
-    assert rows["gradient_accumulation_steps"] == (
-        "2 gradient_accumulation_steps=2 (run.yaml:3: deepspeed_config)"
-    )
-
-
-def test_a_yaml_that_names_a_json_shows_what_both_say(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    (folder / "run.yaml").write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-    )
-    rows = shown(capsys, "--config-file", "run.yaml")
-    assert rows["parallel"].startswith("zero=3 tp=2 zero_optimization.stage=3 (ds.json); tensor_parallel")
-    assert rows["mixed_precision"] == "bf16 bf16.enabled=True (ds.json)"
-    assert "(run.yaml:3: deepspeed_config)" in rows["deepspeed_config_file"]
-
-
 def test_sections_of_fsdp_are_shown_key_by_key(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "run.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
@@ -110,12 +80,6 @@ def test_sections_of_fsdp_are_shown_key_by_key(capsys: pytest.CaptureFixture[str
         "zero=2 activation=full fsdp_sharding_strategy='SHARD_GRAD_OP' (run.yaml:3: fsdp_config); "
         "fsdp_activation_checkpointing=True (run.yaml:3: fsdp_config)"
     )
-
-
-def test_flags_of_fsdp_are_shown_key_by_key(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = shown(capsys, "--nproc", "2", "--use-fsdp", "--fsdp-activation-checkpointing", "true")
-    assert rows["parallel"].startswith("zero=3 activation=full FULL_SHARD (flags --fsdp-*); ")
-    assert "fsdp_activation_checkpointing='true' (flags --fsdp-*)" in rows["parallel"]
 
 
 def test_variables_of_fsdp_are_shown_and_travel(

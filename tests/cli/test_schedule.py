@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -71,16 +69,3 @@ def test_bad_input_is_exit_code_2_and_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calling.check_refused(capsys, ["schedule", *arguments], message)
-
-
-def test_help_and_refusals_do_not_import_torch() -> None:
-    code = (
-        "import sys\nfrom lockstep.cli import run_lockstep\n"
-        "try: run_lockstep(['schedule', *sys.argv[1:]])\n"
-        "finally: assert 'torch' not in sys.modules, 'imported'"
-    )
-    for arguments, returned in ((["--help"], 0), (["1f1b", "--micro-batches", "2"], 2)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-        assert done.returncode == returned, done.stderr

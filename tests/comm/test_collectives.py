@@ -195,29 +195,23 @@ def test_objects_are_joined_in_rank_order_and_broadcast_in_place(run_distributed
 
 def mismatch(case: str) -> str:
     comm = communicator()
-    rank = comm.runtime.rank
+    rank, one = comm.runtime.rank, torch.ones(1)
+    is_first = rank == 0
     shape, dtype = [((2, 3), torch.float32), ((2, 4), torch.float16)][rank]
+    calls = {
+        "operation": lambda: comm.gather(torch.ones(2)) if is_first else comm.reduce(torch.ones(2)),
+        "argument": lambda: comm.broadcast(torch.ones(2), from_process=rank),
+        "shape": lambda: comm.gather({"a": one, "b": [torch.ones(shape)]}),
+        "dtype": lambda: comm.gather(torch.ones(2, dtype=dtype)),
+        "dims": lambda: comm.pad_across_processes(torch.ones([2] * (rank + 1)), dim=0),
+        "rows of reduce": lambda: comm.reduce(torch.ones(rank + 1)),
+        "structure": lambda: comm.gather({"a": one} if is_first else {"a": one, "b": one}),
+        "leaf": lambda: comm.gather([one] if is_first else [1.0]),
+        "length": lambda: comm.broadcast_object_list([None] * (rank + 1)),
+        "barrier": lambda: comm.barrier() if is_first else comm.gather_object([1]),
+    }
     with pytest.raises(CollectiveMismatchError) as caught:
-        if case == "operation":
-            comm.gather(torch.ones(2)) if rank == 0 else comm.reduce(torch.ones(2))
-        elif case == "argument":
-            comm.broadcast(torch.ones(2), from_process=rank)
-        elif case == "shape":
-            comm.gather({"a": torch.ones(1), "b": [torch.ones(shape)]})
-        elif case == "dtype":
-            comm.gather(torch.ones(2, dtype=dtype))
-        elif case == "dims":
-            comm.pad_across_processes(torch.ones([2] * (rank + 1)), dim=0)
-        elif case == "rows of reduce":
-            comm.reduce(torch.ones(rank + 1))
-        elif case == "structure":
-            comm.gather({"a": torch.ones(1)} if rank == 0 else {"a": torch.ones(1), "b": torch.ones(1)})
-        elif case == "leaf":
-            comm.gather([torch.ones(1)] if rank == 0 else [1.0])
-        elif case == "length":
-            comm.broadcast_object_list([None] * (rank + 1))
-        else:
-            comm.barrier() if rank == 0 else comm.gather_object([1])
+        calls[case]()
     comm.barrier()  # the group is still in step
     return str(caught.value)
 

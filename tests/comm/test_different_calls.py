@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 from lockstep import Accelerator
 from lockstep.errors import DifferentCallsError
-from lockstep.user_call import UserCall, in_different_calls, user_call
+from lockstep.user_call import UserCall, in_different_calls
 from tests.launch import helpers as launch
 
 SCRIPT = """
@@ -28,44 +26,27 @@ for step in range(3):
     accelerator.backward(loss)
     optimizer.step()
     if step == 1 and is_first:
-        {call}
+        accelerator.save_state(sys.argv[1])
 """
-CALLS = {
-    "save_state": "accelerator.save_state(sys.argv[1])",
-    "gather": "accelerator.gather(loss.detach())",
-}
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher", "parallel"),
-    [
-        ("gather", "torchrun", "ddp"),
-        ("save_state", "lockstep", "zero=2"),
-    ],
-)
-def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(
-    tmp_path: Path, name: str, launcher: str, parallel: str
-) -> None:
+def test_a_script_that_calls_it_on_one_rank_ends_with_one_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("{call}", CALLS[name]))
-    line = 1 + script.read_text().splitlines().index(f"        {CALLS[name]}")
-    words = ["--nproc-per-node=2", str(script), str(tmp_path / "out"), parallel]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    start = launch.COMMAND if launcher == "lockstep" else torchrun
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [*start, *words],
+        [*launch.COMMAND, "--nproc-per-node=2", str(script), str(tmp_path / "out"), "zero=2"],
         env=launch.environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=launch.START_LIMIT_S,
         check=False,
     )
+    line = len(SCRIPT.splitlines())
     assert done.returncode == 1
-    assert f"Rank 0 called Accelerator.{name} (train.py:{line}), rank 1" in done.stderr
-    assert f"Call Accelerator.{name} on every rank (train.py:{line}), or on none." in done.stderr
+    assert f"Rank 0 called Accelerator.save_state (train.py:{line}), rank 1" in done.stderr
+    assert f"Call Accelerator.save_state on every rank (train.py:{line}), or on none." in done.stderr
     assert "lockstep/" not in done.stderr  # no traceback of ours
-    if launcher == "lockstep":
-        assert len(done.stderr.splitlines()) <= 2, done.stderr
+    assert len(done.stderr.splitlines()) <= 2, done.stderr
 
 
 def two_methods() -> list[str]:
@@ -101,18 +82,3 @@ def test_the_same_call_of_one_line_is_no_difference_and_only_a_call_for_all_is_a
     assert "Rank 0 called a collective, rank 1 called forward (a.py:2)" in in_different_calls(
         {0: UserCall(), 1: there}
     )
-
-
-def test_a_call_is_told_by_the_frames_of_the_thread_or_else_of_the_main_one() -> None:
-    seen: list[UserCall] = []
-
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(user_call())
-            return x
-
-    thread = threading.Thread(target=lambda: seen.append(user_call()))
-    Model()(torch.ones(1))
-    thread.start()
-    thread.join()
-    assert all(one.line.startswith("test_different_calls.py:") for one in seen)

@@ -73,12 +73,6 @@ def test_the_bound_is_reached_by_values_halfway_between_two_levels(bits: int) ->
     assert error(values, 256, bits).max() == bound(values, 256, bits)[0] - LEVELS[bits] * 2.0**-22 == 0.5
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_whole_multiples_of_the_scale_come_back_exactly(bits: int) -> None:
-    levels = torch.arange(-LEVELS[bits], LEVELS[bits] + 1) * 0.25
-    assert torch.equal(from_message(to_message(levels, 512, bits), len(levels), 512, bits), levels)
-
-
 def test_four_bits_put_the_first_of_two_neighbours_in_the_low_half() -> None:
     packed, scales = quantize(torch.tensor([7.0, -7.0, 1.0, -1.0, -3.0]), bits=4)
     assert packed.tolist() == [0x97, 0xF1, 0x0D]
@@ -90,15 +84,6 @@ def test_a_message_is_the_scales_and_then_the_integers() -> None:
     message = to_message(values, block=2, bits=8).numpy().tobytes()
     assert np.frombuffer(message[:12], np.float32).tolist() == [1.0, 2.0, 1.0]
     assert np.frombuffer(message[12:], np.int8).tolist() == [127, -1, 127, 1, -127]
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_zeros_stay_zeros_beside_any_other_block(bits: int, dtype: torch.dtype) -> None:
-    values = torch.cat([torch.zeros(256), torch.full((256,), 3.0), torch.zeros(7)]).to(dtype)
-    decoded = from_message(to_message(values, bits=bits), len(values), bits=bits)
-    assert (decoded[:256] == 0).all() and (decoded[512:] == 0).all()
-    assert (decoded[256:512] == 3).all()
 
 
 @pytest.mark.parametrize("largest", [0.0, SMALLEST, 190 * SMALLEST, 2.0**-126, 1.0])
@@ -157,12 +142,6 @@ def test_a_strided_input_and_an_output_of_another_type_are_taken_as_they_are() -
 def test_the_size_of_a_message_is_the_formula(count: int, block: int) -> None:
     assert message_bytes(count, block, 8) == count + 4 * math.ceil(count / block)
     assert message_bytes(count, block, 4) == -(-count // 2) + 4 * -(-count // block)
-
-
-def test_four_bits_are_about_eighteen_times_coarser_than_eight() -> None:
-    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
-    coarse, fine = (np.sqrt((error(values, 256, bits) ** 2).mean()) for bits in (4, 8))
-    assert coarse / fine == pytest.approx(127 / 7, rel=0.02)
 
 
 def test_other_widths_blocks_types_and_sizes_are_refused() -> None:

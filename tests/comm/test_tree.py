@@ -110,10 +110,6 @@ def test_tensors_are_found_among_other_leaves():
     assert found["['a'][0].first"] is first and found["['b'].inputs"] is second
 
 
-def test_the_batch_size_is_dim_0_of_the_first_tensor_that_has_one():
-    assert comm.find_batch_size({"scale": torch.tensor(2.0), "x": [torch.ones(5, 2)]}) == 5
-
-
 @pytest.mark.parametrize("batch", [[], {"a": "text"}, torch.tensor(1.0)], ids=str)
 def test_a_batch_without_rows_has_no_size(batch):
     with pytest.raises(ValueError):
@@ -146,24 +142,3 @@ def test_sending_to_a_device_skips_keys_at_any_depth_and_uses_the_method_to():
     moved = comm.send_to_device(batch, "meta", skip_keys="stay")
     assert moved["x"].device.type == "meta" and moved["inner"][0]["stay"].device.type == "cpu"
     assert moved["graph"] == "on meta" and moved["n"] == 3
-
-
-def test_sending_an_encoding_makes_a_new_one():
-    encoding = Encoding({"a": torch.ones(1)})
-    moved = comm.send_to_device(encoding, "meta")
-    assert moved["a"].device.type == "meta" and encoding["a"].device.type == "cpu"
-
-
-def test_halves_become_float32_and_integers_stay():
-    converted = comm.to_float32(
-        [torch.ones(1, dtype=dtype) for dtype in (torch.half, torch.bfloat16, torch.int)]
-    )
-    assert [tensor.dtype for tensor in converted] == [torch.float32, torch.float32, torch.int32]
-
-
-def test_listify_gives_plain_numbers():
-    assert comm.listify({"a": torch.tensor([1, 2]), "b": torch.tensor(0.5), "c": "x"}) == {
-        "a": [1, 2],
-        "b": 0.5,
-        "c": "x",
-    }

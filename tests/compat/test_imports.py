@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.compat.processes import ALONE
 
 ALIAS = "from lockstep.compat.accelerate import install; install(); "
 MODULES = "; import json, sys; print(json.dumps(sorted(sys.modules)))"
@@ -27,10 +28,9 @@ ALSO = {"torch.distributed.checkpoint.format_utils", "torch.distributed.checkpoi
 
 
 def imported(code: str) -> set[str]:
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     done = subprocess.run(
         [sys.executable, "-c", code + MODULES],
-        env=known | {"OMP_NUM_THREADS": "1"},
+        env=ALONE,
         capture_output=True,
         text=True,
         timeout=240,
@@ -51,6 +51,7 @@ def test_the_front_imports_only_what_its_methods_are_made_of() -> None:
     modules = imported("from lockstep import Accelerator")
     assert "lockstep.accelerator" in modules
     assert late(modules) == []
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pydantic"} & modules
     assert len(ours(modules)) <= 95, ours(modules)
 
 

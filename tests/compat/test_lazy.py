@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_interpreter import WarmInterpreter
 
 PLAIN = """
 import sys
@@ -32,13 +31,6 @@ print(sorted(name for name in sys.modules if name.startswith("lockstep.compat"))
 """
 
 
-def test_a_plain_run_imports_none_of_it(tmp_path: Path) -> None:
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(tmp_path / "state")],
-        env=known | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+def test_a_plain_run_imports_none_of_it(warm_interpreter: WarmInterpreter, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    assert warm_interpreter.run(tmp_path / "plain.py", str(tmp_path / "state")) == (0, "[]\n")

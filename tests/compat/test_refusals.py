@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,52 +118,6 @@ def test_what_is_refused_has_not_come_to_exist_or_the_message_says_how_to_get_it
             ):
                 stale.append(f"{key}: {what}. {instead}")
     assert stale == []
-
-
-MISSING = r"not (supported|available|implemented)|does not support"
-
-
-def refusals_in_source() -> Iterator[tuple[str, str, str]]:
-    """(file:line, a sentence that calls something missing, the same with the next sentence) of every text in src."""
-    root = Path(lockstep.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in nodes:
-            if id(node) in parts:
-                continue
-            if isinstance(node, ast.JoinedStr):
-                text = "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                text = node.value
-            else:
-                continue
-            sentences = re.split(r"(?<=\.)\s+", text)
-            for sentence, following in itertools.zip_longest(sentences, sentences[1:], fillvalue=""):
-                if re.search(MISSING, sentence):
-                    yield f"{path.relative_to(root)}:{node.lineno}", sentence, f"{sentence} {following}"
-
-
-def test_no_sentence_of_the_source_refuses_what_exists() -> None:
-    found = list(refusals_in_source())
-    assert len(found) > 15
-    stale = [
-        (place, both)
-        for place, sentence, both in found
-        for pattern, (exists, word) in FEATURES.items()
-        if exists and re.search(pattern, sentence, re.IGNORECASE) and not re.search(word, both)
-    ]
-    assert stale == []
-
-
-def test_nothing_is_said_not_to_exist_that_exists() -> None:
-    wrong = [
-        (key, text)
-        for key, text in texts()
-        for pattern, (exists, _) in FEATURES.items()
-        if exists and re.search(rf"(there is no|no) ({pattern})", text, re.IGNORECASE)
-    ]
-    assert wrong == []
 
 
 def test_every_name_that_a_message_points_to_exists() -> None:

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.compat.accelerate import load
-from lockstep.config import SETTINGS, TOPICS
+from lockstep.config import SETTINGS
 from lockstep.errors import ConfigError
+from tests.refusals import expect_refusal
 from tests.site import commands
-
-SOURCE = Path(lockstep.__file__).parent
-DECLARATIONS = SOURCE / "config" / "settings.py"
-
-
-def _strings(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-
-
-def test_no_other_module_spells_the_variable_of_a_setting() -> None:
-    ours = {
-        name
-        for settings in TOPICS.values()
-        for one in settings
-        for name in one.variables
-        if name.startswith("LOCKSTEP_")
-    }
-    assert ours
-    spelt = {path: _strings(path) & ours for path in SOURCE.rglob("*.py") if path != DECLARATIONS}
-    assert {path: names for path, names in spelt.items() if names} == {}
 
 
 def test_the_flags_of_config_are_those_of_launch() -> None:
@@ -71,6 +45,4 @@ def test_help_says_the_default_that_holds() -> None:
 def test_a_wrong_value_of_a_file_is_named_once(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError) as refusal:
-        load(path)
-    assert f"run.yaml:1: {message}" in str(refusal.value)
+    expect_refusal(ConfigError, f"run.yaml:1: {message}", load, path)

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallelism_config import ParallelismConfig
 from lockstep.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
+from tests.refusals import expect_refusal
 
 
 def options(**given: Any) -> Options:
@@ -24,10 +25,9 @@ def options(**given: Any) -> Options:
 
 
 def refusal(world_size: int = 1, **given: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        fit_to_world(options(**given), world_size)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = expect_refusal(ConfigError, "", lambda: fit_to_world(options(**given), world_size))
+    assert "\n" not in message
+    return message
 
 
 def rule(name: str, module: Any) -> bool:
@@ -75,9 +75,8 @@ def test_fields_of_parallel_are_keywords_of_their_own() -> None:
     ],
 )
 def test_wrong_arguments_are_refused_with_their_values(given: dict[str, Any], sentences: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Accelerator(cpu=True, **given)
-    assert all(sentence in str(caught.value) for sentence in sentences), caught.value
+    message = expect_refusal(ConfigError, "", Accelerator, cpu=True, **given)
+    assert all(sentence in message for sentence in sentences), message
 
 
 def test_a_line_in_code_replaces_that_of_the_environment_and_a_field_one_word_of_it(

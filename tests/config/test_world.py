@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch import Program, make_plan, merge
 from lockstep.utils import Parallel
 from tests.marks import examples
+from tests.refusals import expect_refusal
 
 WORDS = st.fixed_dictionaries(
     {},
@@ -117,9 +118,7 @@ def test_a_launch_refuses_what_its_workers_would(
     if refused is None:
         plan(line, nproc, machines)
         return
-    with pytest.raises(ConfigError) as caught:
-        plan(line, nproc, machines)
-    assert refused in str(caught.value)
+    expect_refusal(ConfigError, refused, plan, line, nproc, machines)
 
 
 @pytest.mark.parametrize(

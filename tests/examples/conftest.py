@@ -15,7 +15,7 @@ def run(worker_pool: WorkerPool) -> Run:
     """``run(processes, script, *arguments)``: what the script prints on all of them.
 
     In workers that are there already. Launchers, whose start takes longer than most scripts, are tested in
-    tests/launch, and with the scripts of this file that are started.
+    tests/launch.
     """
 
     def run_on(

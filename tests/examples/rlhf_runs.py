@@ -69,12 +69,6 @@ def run_in(precision: str, **changes: Any) -> list[dict[str, float]]:
         del os.environ["LOCKSTEP_MIXED_PRECISION"]
 
 
-def speeds(**changes: Any) -> list[tuple[float, float]]:
-    with redirect_stdout(io.StringIO()):
-        history = recipe("train").train(options(**changes))
-    return [(now["generated tokens/s"], now["trained tokens/s"]) for now in history]
-
-
 # Generation -------------------------------------------------------------------------------------------
 
 
@@ -327,8 +321,6 @@ marker, kind, rank = {marker!r}, {kind!r}, int(os.environ["RANK"])
 def disturb():
     if rank == 1 and not os.path.exists(marker):
         open(marker, "w").close()
-        if kind == "raise":
-            raise ValueError("on purpose")
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
 
 boundary = Checkpoints.boundary

@@ -1,4 +1,4 @@
-"""Starts the example scripts, and reads the numbers that they print."""
+"""Runs the example scripts, and reads the numbers that they print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -20,18 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
 NUMBER = r"(\d+\.\d+(?:e[+-]\d+)?)"
 
-PYTHON = [sys.executable]
 LOCKSTEP = [str(BIN / "lockstep"), "launch", "--nproc", "2"]
-TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-
-
-def start(launcher: list[str], script: str, *arguments: object) -> str:
-    """What the script prints that is started as a user would; with its complaints, if it fails."""
-    command = [*launcher, str(EXAMPLES / script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 Run = Callable[..., str]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, LOCKSTEP, NUMBER, PYTHON, TORCHRUN, Run, numbers, start
+from tests.examples.scripts import EXAMPLES, NUMBER, Run, numbers
 
 
-def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(tmp_path: Path) -> None:
+def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loads(
+    run: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    text = start(LOCKSTEP, "gpt/train.py", "--steps", 20, "--validation-windows", 150, "--out", out)
+    text = run(2, "gpt/train.py", "--steps", 20, "--validation-windows", 150, "--out", out)
 
     (unigram,) = numbers("unigram entropy NUMBER nats", text)
     (final,) = numbers("validation loss NUMBER nats =", text)
@@ -35,43 +35,18 @@ def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loa
     assert text.count("a sample, from the prompt") == 1  # one process prints
 
     (printed,) = re.findall(r"from the prompt 'def '\n(.*)\n---\nsaved to", text, flags=re.DOTALL)
-    sample = start(PYTHON, "gpt/sample.py", out, "--prompt", "def ", "--length", 300)
+    sample = run(1, "gpt/sample.py", out, "--prompt", "def ", "--length", 300)
     assert sample == f"{printed}\n"  # by another program, from the file, with the same seed
     assert sample.startswith("def ")
     assert len(sample) > 200
 
 
-def zero_table(text: str) -> dict[str, list[float]]:
-    """The numbers of each row of the table."""
-    rows = re.findall(r"^ +([a-z]+(?:=\d)?(?: \w+=\w+)*) {2,}(\d[^a-z]*)$", text, flags=re.MULTILINE)
-    return {name: [float(word.rstrip("%")) for word in cells.split()] for name, cells in rows}
-
-
 @pytest.mark.exhaustive  # as parallel/zero/test_parity.py and test_communication.py
-def test_the_gpt_has_one_loss_under_every_stage_and_the_bytes_that_the_formulas_promise(run: Run) -> None:
-    rows = zero_table(run(2, "gpt/zero.py", "--steps", 2))
-    assert list(rows) == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
-    plain = rows["ddp"]
-    width, vocabulary, context, layers = 192, 256, 64, 6
-    per_block = 12 * width**2 + 4 * width
-    parameters = (vocabulary + context + 2) * width + layers * per_block
-    for name, (loss, weights, gradients, optimizer, *_) in rows.items():
-        assert loss == pytest.approx(plain[0], abs=2e-4)
-        bytes_each = 4 * parameters / (1 if name == "ddp" else 2) / 1e6
-        assert [weights, gradients, optimizer] == pytest.approx(
-            [bytes_each, bytes_each, 2 * bytes_each], rel=0.01
-        )
-    assert 3 < plain[0] < 5
-    differences = [(cells[5], cells[10]) for cells in rows.values()]
-    assert all(abs(percent) < 0.1 for pair in differences for percent in pair)
-    peaks = [cells[6] for cells in rows.values()]
-    assert peaks == sorted(peaks, reverse=True)
-    sent = [cells[8] for cells in rows.values()]
-    whole = 4 * parameters / 1e6
-    # 2 ranks, 2 micro-batches: 2/2, 2/2, 3/2 and 6/2 of the weights; stage 3 gathers what is in no block once less.
-    root = 4 * (parameters - layers * per_block) / 1e6
-    expected = [whole, whole, 1.5 * whole, 3 * whole - root, 3 * whole - root]
-    assert sent == pytest.approx(expected, rel=0.01)
+def test_the_gpt_has_one_loss_under_every_stage(run: Run) -> None:
+    text = run(2, "gpt/zero.py", "--steps", 2)
+    rows = re.findall(r"^ +([a-z]+(?:=\d)?(?: \w+=\w+)*) {2,}(\d\S*)", text, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
+    assert [float(loss) for _, loss in rows] == pytest.approx([float(rows[0][1])] * 5, abs=2e-4)
 
 
 # accelerated.py on one process and under torchrun, with the same result: tests/test_readme.py.
@@ -103,29 +78,6 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
     text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
-
-
-@pytest.mark.exhaustive  # tests/test_readme.py starts a script so
-def test_digits_give_the_numbers_of_the_plain_loop_under_torchrun(plain_result: list[float]) -> None:
-    text = start(TORCHRUN, "digits/ddp.py", "--epochs", 4)
-    assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
-
-
-def test_the_accelerated_digits_differ_from_the_plain_ones_in_five_numbered_lines() -> None:
-    plain, accelerated = (code_lines(EXAMPLES / "digits" / name) for name in ("plain.py", "accelerated.py"))
-    changes = list(difflib.ndiff(plain, accelerated))
-    added = [line for line in changes if line.startswith("+ ")]
-    removed = [line for line in changes if line.startswith("- ")]
-    assert [re.search(r"# (\d)", line).group(1) for line in added] == list("12345")
-    assert len(removed) == 2  # the backward call and the report, written anew
-
-
-def code_lines(path: Path) -> list[str]:
-    """The file's lines after its docstring, without blank ones."""
-    source = path.read_text()
-    docstring = ast.parse(source).body[0]
-    assert docstring.end_lineno is not None
-    return [line for line in source.splitlines()[docstring.end_lineno :] if line.strip()]
 
 
 def test_the_text_classifier_learns_and_counts_each_validation_passage_once(run: Run) -> None:

@@ -118,25 +118,3 @@ def test_the_lessons_notice_a_wrong_count() -> None:
 
 def test_every_lesson_has_a_page_and_every_page_a_lesson() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} - {"index"} == set(NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_lesson_is_compared_with_the_engine(name: str) -> None:
-    compared = (Path(__file__).parent / "test_from_scratch_engine.py").read_text(encoding="utf-8")
-    assert re.search(rf'"{name}"|engines_{name}', compared)
-
-
-def test_lessons_of_several_algorithms_have_all_of_them() -> None:
-    promised = {
-        "ring_all_reduce": ("def reduce_scatter", "def all_gather"),
-        "pipeline_schedules": ("def gpipe", "def one_f_one_b", "def zero_bubble"),
-        "tensor_parallel": (
-            "class ColumnParallelLinear",
-            "class RowParallelLinear",
-            "class VocabParallelEmbedding",
-            "class ParallelMLP",
-        ),
-    }
-    for name, words in promised.items():
-        source = (LESSONS / f"{name}.py").read_text(encoding="utf-8")
-        assert [word for word in words if word not in source] == []

@@ -79,18 +79,6 @@ def test_each_rank_keeps_its_part_of_a_blocks_activations(run: Run, processes: i
     assert whole / processes <= part < 1.05 * whole / processes
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "parallel", ["cp=4 cp_method=ulysses", "zero=3 cp=2", "zero=2 cp=2 cp_method=ulysses activation=full"]
-)
-def test_long_context_has_one_loss_in_each_way(run: Run, parallel: str) -> None:
-    arguments = ("recipes/long_context.py", "--steps", 3, "--length", 256)
-    expected = numbers("loss NUMBER", run(1, *arguments))
-    assert numbers("loss NUMBER", run(4, *arguments, "--parallel", parallel)) == pytest.approx(
-        expected, abs=2e-5
-    )
-
-
 def sent_over_links(text: str) -> list[float]:
     """Counted, and by the formula for averaging at each step: megabytes."""
     return numbers("NUMBER MB sent by", text) + numbers("all steps are NUMBER MB", text)
@@ -200,14 +188,6 @@ def test_a_gpt_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped(
     assert (tmp_path / "once/model.safetensors").read_bytes() == (
         tmp_path / "twice/model.safetensors"
     ).read_bytes()
-
-
-def test_an_average_that_two_ranks_saved_in_shards_goes_on_on_one(run: Run, tmp_path: Path) -> None:
-    pattern = "(?:loss|weights) NUMBER"
-    straight = numbers(pattern, run(1, "recipes/ema.py", "--epochs", 2))
-    run(2, "recipes/ema.py", "--epochs", 1, "--out", tmp_path)
-    rest = run(1, "recipes/ema.py", "--epochs", 2, "--parallel", "ddp", "--out", tmp_path)
-    assert numbers(pattern, rest) == pytest.approx(straight[-2:], abs=2e-5)
 
 
 # Answers ---------------------------------------------------------------------------------------------

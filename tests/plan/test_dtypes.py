@@ -20,27 +20,11 @@ def test_bytes_are_those_of_torch_and_of_quantised_messages() -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize(
-    "text", ["auto", "ddp", "zero=1", "zero=2 reduce=fp32", "zero=3 quantized_gradients=int4"]
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_tensor_has_a_known_type(text: str, precision: str, ranks: int) -> None:
-    types = dtypes(Parallel.parse(text), precision, ranks)
-    assert list(types) == list(TABLE)
-    assert set(types.values()) <= set(BYTES)
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_lasts_from_step_to_step_is_fp32(stage: int, precision: str) -> None:
     types = dtypes(Parallel(zero=stage), precision)
     lasting = ("stored weights", "sharded gradients", "optimizer state")
     assert {types[tensor] for tensor in lasting} == {"fp32"}
-
-
-def test_only_fp16_has_a_loss_scale() -> None:
-    scaled = {p: dtypes(Parallel(zero=1), p)["loss scale"] for p in ("no", "bf16", "fp16")}
-    assert scaled == {"no": "-", "bf16": "-", "fp16": "fp32"}
 
 
 def test_words_of_parallel_change_what_they_name() -> None:
@@ -53,8 +37,3 @@ def test_words_of_parallel_change_what_they_name() -> None:
     assert changed("zero=1 reduce=fp32") == on_the_wire | {"unsharded gradients": "fp32"}
     assert changed("zero=3 quantized_weights") == {"weights on the wire": "int8"}
     assert changed("zero=2 quantized_gradients=int4") == {"gradients on the wire": "int4"}
-
-
-def test_under_ddp_only_activations_follow_the_precision() -> None:
-    plain, mixed = (dtypes(Parallel.parse("ddp"), precision) for precision in ("no", "bf16"))
-    assert {tensor for tensor in TABLE if plain[tensor] != mixed[tensor]} == {"activations"}

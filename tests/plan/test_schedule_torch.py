@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from lockstep import Accelerator
 from lockstep.config import Schedule
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError
 from lockstep.plan import RULES, Times, action_lists, by_rank, checked, compared, simulate
 from tests.refusals import expect_refusal
 
@@ -51,18 +51,6 @@ def test_the_bubble_of_the_actions_is_that_of_the_formula(name: str) -> None:
             if name == "zbv":
                 assert timeline.inner_bubble == 0
     assert compared_sizes >= 3
-
-
-def test_zero_bubble_idles_a_third_of_the_time_that_1f1b_does() -> None:
-    for p, m in SIZES:
-        idle = [simulate(action_lists(name, p, m)).idle(0) for name in ("1f1b", "zero_bubble")]
-        assert idle == [3 * (p - 1), p - 1]
-
-
-def test_idle_time_grows_with_the_times_of_the_parts() -> None:
-    for name, idle in (("gpipe", 6), ("1f1b", 6), ("interleaved", 6), ("zero_bubble", 4)):
-        timeline = simulate(action_lists(name, 4, 8), Times(2, 3, 1))
-        assert [timeline.idle(rank) for rank in range(4)] == [3 * idle] * 4
 
 
 def test_activations_in_flight() -> None:
@@ -149,24 +137,6 @@ def test_processes_do_what_the_lists_say(run_distributed) -> None:
 )
 def test_what_a_schedule_cannot_do_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     expect_refusal(ConfigError, message, action_lists, *arguments)
-
-
-@pytest.mark.parametrize("name", Schedule.list())
-def test_whatever_is_allowed_torch_allows_too(name: str) -> None:
-    for p in (1, 2, 3, 5):
-        for m in (1, 2, 3, 5, 7, 10, 11):
-            for v in (0, 1, 3):
-                try:
-                    checked(name, p, m, v)
-                except ConfigError:
-                    continue
-                simulate(action_lists(name, p, m, v))
-
-
-def test_an_unknown_torch_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(schedules, "get_schedule_class")
-    for name in ("1f1b", "zbv"):
-        expect_refusal(UsageError, "cannot be read", action_lists, name, 2, 4)
 
 
 def test_a_comparison_says_why_a_schedule_is_missing() -> None:

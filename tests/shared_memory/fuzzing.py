@@ -133,7 +133,6 @@ class Fuzzer:
             return lambda: FuzzedCall(None, lambda: None)
         me = ranks.index(self.rank)
         every = [self.values(number, rank, (rows, columns), dtype) for rank in range(len(ranks))]
-        use = self.laid_out
         reduction = getattr(Op, op)
 
         def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -158,104 +157,96 @@ class Fuzzer:
                 return COMBINE[op](stacked.float()).to(dtype)
             return COMBINE[op](stacked).to(dtype) if len(stacked) else stacked
 
-        def all_reduce() -> FuzzedCall:
-            x = use(every[me], number)
-            handle = dist.all_reduce(x, reduction, group=group, async_op=is_async)
-            wanted = combined(every)
-            if dtype in GLOO_REDUCES and op != "AVG" and wanted.numel():
-                by_gloo = every[me].clone()
-                if not is_async:  # gloo's calls must have the same order on all ranks, too
-                    dist.all_reduce(by_gloo, reduction, group=gloo)
-                    assert torch.equal(by_gloo, wanted)
-            return FuzzedCall(handle, equal([x], [wanted]))
-
-        def reduce() -> FuzzedCall:
-            x = use(every[me], number)
-            handle = dist.reduce(x, group_dst=root, op=reduction, group=group, async_op=is_async)
-            return FuzzedCall(handle, equal([x], [combined(every) if me == root else every[me]]))
-
-        def broadcast() -> FuzzedCall:
-            x = use(every[me], number)
-            handle = dist.broadcast(x, group_src=root, group=group, async_op=is_async)
-            return FuzzedCall(handle, equal([x], [every[root]]))
-
-        def all_gather() -> FuzzedCall:
-            out = [use(torch.zeros_like(one), number) for one in every]
-            handle = dist.all_gather(out, use(every[me], number), group=group, async_op=is_async)
-            return FuzzedCall(handle, equal(out, every))
-
-        def all_gather_flat() -> FuzzedCall:
-            out = use(torch.cat([torch.zeros_like(one) for one in every]), number)
-            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            handle = call(out, use(every[me], number), group=group, async_op=is_async)
-            return FuzzedCall(handle, equal([out], [torch.cat(every)]))
-
-        def gather() -> FuzzedCall:
-            out = [use(torch.zeros_like(one), number) for one in every] if me == root else None
-            handle = dist.gather(use(every[me], number), out, group_dst=root, group=group, async_op=is_async)
-            return FuzzedCall(handle, equal(out or [], every if me == root else []))
-
-        def parts_of(rank: int) -> list[torch.Tensor]:
+        def parts(rank: int, rows_of: Callable[[int], int] = lambda to: rows) -> list[torch.Tensor]:
+            """What a rank has for each of them."""
             return [
-                self.values(number, rank * len(ranks) + part + 100, (rows, columns), dtype)
-                for part in range(len(ranks))
-            ]
-
-        def reduce_scatter() -> FuzzedCall:
-            out = use(torch.zeros_like(every[me]), number)
-            given = [use(part, number) for part in parts_of(me)]
-            handle = dist.reduce_scatter(out, given, reduction, group=group, async_op=is_async)
-            return FuzzedCall(
-                handle, equal([out], [combined([parts_of(rank)[me] for rank in range(len(ranks))])])
-            )
-
-        def reduce_scatter_flat() -> FuzzedCall:
-            out = use(torch.zeros_like(every[me]), number)
-            call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            given = use(torch.cat(parts_of(me)), number)
-            handle = call(out, given, reduction, group=group, async_op=is_async)
-            return FuzzedCall(
-                handle, equal([out], [combined([parts_of(rank)[me] for rank in range(len(ranks))])])
-            )
-
-        def pieces(rank: int) -> list[torch.Tensor]:
-            return [
-                self.values(number, rank * len(ranks) + to + 100, (splits[rank][to], columns), dtype)
+                self.values(number, rank * len(ranks) + to + 100, (rows_of(to), columns), dtype)
                 for to in range(len(ranks))
             ]
 
-        def all_to_all() -> FuzzedCall:
-            wanted = [pieces(rank)[me] for rank in range(len(ranks))]
-            out = [use(torch.zeros_like(one), number) for one in wanted]
-            given = [use(one, number) for one in pieces(me)]
-            handle = dist.all_to_all(out, given, group=group, async_op=is_async)
-            return FuzzedCall(handle, equal(out, wanted))
+        def pieces(rank: int) -> list[torch.Tensor]:
+            return parts(rank, splits[rank].__getitem__)
 
-        def all_to_all_flat() -> FuzzedCall:
-            wanted = torch.cat([pieces(rank)[me] for rank in range(len(ranks))])
-            out = torch.zeros_like(wanted)
-            taken = [splits[rank][me] for rank in range(len(ranks))]
-            given = torch.cat(pieces(me))
-            handle = dist.all_to_all_single(out, given, taken, splits[me], group=group, async_op=is_async)
-            return FuzzedCall(handle, equal([out], [wanted]))
+        def mine() -> torch.Tensor:
+            return self.laid_out(every[me], number)
 
-        def scatter() -> FuzzedCall:
-            out = use(torch.zeros_like(every[me]), number)
-            given = [use(part, number) for part in parts_of(root)] if me == root else None
-            handle = dist.scatter(out, given, group_src=root, group=group, async_op=is_async)
-            return FuzzedCall(handle, equal([out], [parts_of(root)[me]]))
+        def empty(of: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [self.laid_out(torch.zeros_like(one), number) for one in of]
 
-        def barrier() -> FuzzedCall:
-            return FuzzedCall(dist.barrier(group=group, async_op=is_async), lambda: None)
+        def given(of: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [self.laid_out(one, number) for one in of]
 
-        def send() -> FuzzedCall:
-            if me == root:
-                handle = dist.isend(use(every[me], number), group_dst=peer, group=group, tag=tag)
-                return FuzzedCall(handle, lambda: None)
-            if me == peer:
-                x = use(torch.zeros_like(every[me]), number)
-                handle = dist.irecv(x, group_src=root, group=group, tag=tag)
-                return FuzzedCall(handle, equal([x], [every[root]]))
-            return FuzzedCall(None, lambda: None)
+        everyone, is_root = range(len(ranks)), me == root
+        gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        # kind -> what it writes to, with which values, the function, and its arguments behind the first
+        to_root, from_root = {"group_dst": root}, {"group_src": root}
+        calls: dict[str, Callable[[], tuple[Any, Any, Any, tuple[Any, ...], dict[str, Any]]]] = {
+            "all_reduce": lambda: (mine(), combined(every), dist.all_reduce, (reduction,), {}),
+            "reduce": lambda: (
+                *(mine(), combined(every) if is_root else every[me], dist.reduce, ()),
+                {"op": reduction, **to_root},
+            ),
+            "broadcast": lambda: (mine(), every[root], dist.broadcast, (), from_root),
+            "all_gather": lambda: (empty(every), every, dist.all_gather, (mine(),), {}),
+            "all_gather_flat": lambda: (
+                *(empty([torch.cat(every)])[0], torch.cat(every), gather_flat, (mine(),), {}),
+            ),
+            "reduce_scatter": lambda: (
+                *(empty([every[me]])[0], combined([parts(rank)[me] for rank in everyone])),
+                *(dist.reduce_scatter, (given(parts(me)), reduction), {}),
+            ),
+            "reduce_scatter_flat": lambda: (
+                *(empty([every[me]])[0], combined([parts(rank)[me] for rank in everyone])),
+                *(scatter_flat, (given([torch.cat(parts(me))])[0], reduction), {}),
+            ),
+            "all_to_all": lambda: (
+                *(empty(wanted := [pieces(rank)[me] for rank in everyone]), wanted),
+                *(dist.all_to_all, (given(pieces(me)),), {}),
+            ),
+            "all_to_all_flat": lambda: (
+                *(torch.zeros_like(wanted := torch.cat([pieces(rank)[me] for rank in everyone])), wanted),
+                dist.all_to_all_single,
+                (torch.cat(pieces(me)), [splits[rank][me] for rank in everyone], splits[me]),
+                {},
+            ),
+            "scatter": lambda: (
+                *(empty([every[me]])[0], parts(root)[me], dist.scatter),
+                *((given(parts(root)) if is_root else None,), from_root),
+            ),
+        }
 
-        return locals()[kind]
+        def issue() -> FuzzedCall:
+            if kind == "barrier":
+                return FuzzedCall(dist.barrier(group=group, async_op=is_async), lambda: None)
+            if kind == "send":
+                out = empty([every[me]])
+                if me == root:
+                    handle = dist.isend(mine(), group_dst=peer, group=group, tag=tag)
+                elif me == peer:
+                    handle = dist.irecv(out[0], group_src=root, group=group, tag=tag)
+                return FuzzedCall(
+                    handle if me in (root, peer) else None, equal(out, [every[root]] if me == peer else out)
+                )
+            if kind == "gather":
+                out = empty(every)
+                handle = dist.gather(
+                    mine(), out if is_root else None, **to_root, group=group, async_op=is_async
+                )
+                return FuzzedCall(handle, equal(out, every if is_root else empty(every)))
+            found, wanted, function, arguments, options = calls[kind]()
+            handle = function(found, *arguments, **options, group=group, async_op=is_async)
+            if (
+                kind == "all_reduce"
+                and dtype in GLOO_REDUCES
+                and op != "AVG"
+                and wanted.numel()
+                and not is_async
+            ):
+                by_gloo = every[me].clone()  # its calls must have the same order on all ranks, too
+                dist.all_reduce(by_gloo, reduction, group=gloo)
+                assert torch.equal(by_gloo, wanted)
+            lists = (found, wanted) if isinstance(found, list) else ([found], [wanted])
+            return FuzzedCall(handle, equal(*lists))
+
+        return issue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -117,11 +118,6 @@ def held() -> list[bool]:
     return [is_gathered(output, size, torch.float32) for size, output in [*kept, *later]]
 
 
-def test_a_gathered_tensor_that_is_kept_does_not_change(run_distributed) -> None:
-    for found in run_distributed(held, 3):
-        assert all(found)
-
-
 def mixed() -> list[bool]:
     """Calls for which some ranks have their tensors elsewhere."""
     group, found = group_of_all(), []
@@ -134,12 +130,6 @@ def mixed() -> list[bool]:
         if number % 7 == 6:
             kept.clear()
     return found + [is_gathered(output, 2000, torch.float32) for output in kept]
-
-
-@pytest.mark.parametrize("ranks", [3])
-def test_ranks_may_have_their_tensors_in_different_memory(run_distributed, ranks: int) -> None:
-    for found in run_distributed(mixed, ranks):
-        assert all(found)
 
 
 def abandoned() -> list[bool]:
@@ -156,11 +146,6 @@ def abandoned() -> list[bool]:
         found.append(is_gathered(later, 1000 + number, torch.float32))
         kept = kept[-2:]
     return found
-
-
-def test_a_rank_may_ask_for_a_tensor_and_not_gather_it(run_distributed) -> None:
-    for found in run_distributed(abandoned, 3):
-        assert all(found)
 
 
 def too_large() -> tuple[list[bool], int, int]:
@@ -185,12 +170,7 @@ def without_memory() -> list[bool]:
         return [is_gathered(gather(group, 500, torch.float32), 500, torch.float32) for _ in range(3)]
 
 
-def test_where_a_rank_cannot_map_the_memory_all_go_on_without(run_distributed) -> None:
-    for found in run_distributed(without_memory, 3):
-        assert all(found)
-
-
-def forked() -> bool:
+def forked() -> list[bool]:
     """A forked process ends with a copy of a gathered tensor, which this one still reads."""
     group = group_of_all()
     output = gather(group, 100, torch.float32)
@@ -201,11 +181,7 @@ def forked() -> bool:
         del output
         os._exit(0)
     os.waitpid(child, 0)
-    return bool(group.gathered.words[word]) and is_gathered(output, 100, torch.float32)
-
-
-def test_a_forked_process_does_not_free_what_its_parent_reads(run_distributed) -> None:
-    assert run_distributed(forked, 2) == [True, True]
+    return [bool(group.gathered.words[word]), is_gathered(output, 100, torch.float32)]
 
 
 def mismatched() -> str:
@@ -239,6 +215,18 @@ def sharded_by_hand() -> list[bool]:
     return found
 
 
-def test_other_calls_of_the_group_are_not_touched(run_distributed) -> None:
-    for found in run_distributed(sharded_by_hand, 2):
-        assert all(found)
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        pytest.param(held, 3, id="a tensor that is kept does not change"),
+        pytest.param(mixed, 3, id="ranks may have their tensors in different memory"),
+        pytest.param(abandoned, 3, id="a rank may ask for a tensor and not gather it"),
+        pytest.param(without_memory, 3, id="where a rank cannot map the memory all go on without"),
+        pytest.param(forked, 2, id="a forked process does not free what its parent reads"),
+        pytest.param(sharded_by_hand, 2, id="other calls of the group are not touched"),
+    ],
+)
+def test_each_rank_has_the_numbers_of_all(
+    run_distributed, case: Callable[[], list[bool]], ranks: int
+) -> None:
+    assert [all(found) for found in run_distributed(case, ranks)] == [True] * ranks

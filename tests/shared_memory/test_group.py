@@ -232,10 +232,6 @@ def calls_in_callbacks() -> list[float]:
     return [tensor[0].item() for tensor in (x, y, z)]
 
 
-def test_a_callback_may_wait_for_later_calls(run_distributed) -> None:
-    assert run_distributed(calls_in_callbacks, 2) == [[3.0, 5.0, 7.0]] * 2
-
-
 def first_of_two_messages() -> list[float]:
     """Rank 0 waits for one message while its group's thread goes on with the next, which is sent after that."""
     group = group_of_all()
@@ -252,10 +248,6 @@ def first_of_two_messages() -> list[float]:
     dist.barrier()
     works[1].wait()
     return [first[0].item(), second[0].item()]
-
-
-def test_who_waits_for_a_message_does_not_wait_for_the_next(run_distributed) -> None:
-    assert run_distributed(first_of_two_messages, 2) == [[5.0, 7.0]] * 2
 
 
 def left_while_waiting() -> str:
@@ -290,28 +282,20 @@ def last_message() -> float:
     return received[0].item()
 
 
-def test_a_message_arrives_after_its_sender_has_left(run_distributed) -> None:
-    assert run_distributed(last_message, 2) == [5.0, 5.0]
-
-
-def leaves_at_once(how_late_s: float) -> int:
+def leaves_at_once() -> int:
     """Rank 0, whose process serves the store, starts and leaves; rank 1 reads late what was exchanged."""
     join = module_of(share)
     read_in_time = join.exchange
 
     def read_late(store: Any, key: str, rank: int, ranks: int, text: str) -> list[str]:
         store.set(f"{key}/{rank}", text)
-        time.sleep(how_late_s if key == "mapped" and rank == 1 else 0)
+        time.sleep(0.5 if key == "mapped" and rank == 1 else 0)
         return read_in_time(store, key, rank, ranks, text)
 
     with mock.patch.object(join, "exchange", read_late):
         size = start_runtime(cpu=True).world_size
     end_runtime()
     return size
-
-
-def test_a_rank_may_leave_as_soon_as_it_has_joined(run_distributed) -> None:
-    assert run_distributed(leaves_at_once, 2, 0.5) == [2, 2]
 
 
 def without_gradients() -> tuple[float, int]:
@@ -323,10 +307,6 @@ def without_gradients() -> tuple[float, int]:
     with torch.no_grad():
         dist.broadcast(leaf, 0, group=group)
     return inside.sum().item(), leaf.numel()
-
-
-def test_inference_mode_and_leaves_are_taken(run_distributed) -> None:
-    assert run_distributed(without_gradients, 2) == [(6.0, 3)] * 2
 
 
 @contextmanager
@@ -349,10 +329,6 @@ def on_other_hosts() -> tuple[str, list[float]]:
     return type(group._get_backend(torch.device("cpu"))).__name__, x.tolist()
 
 
-def test_ranks_on_different_hosts_use_gloo(run_distributed) -> None:
-    assert run_distributed(on_other_hosts, 3) == [("ProcessGroupGloo", [3.0, 3.0])] * 3
-
-
 def kept_after_calls() -> int:
     """Bytes of tensors that are still there when nobody but the group could have kept them."""
     group = group_of_all()
@@ -369,10 +345,6 @@ def kept_after_calls() -> int:
     while any(one() is not None for one in storages) and time.monotonic() < deadline:
         time.sleep(0.01)
     return sum(one() is not None for one in storages)
-
-
-def test_tensors_of_calls_that_are_done_are_let_go(run_distributed) -> None:
-    assert max(run_distributed(kept_after_calls, 2)) == 0
 
 
 def overlapping(kind: str) -> list[Tensor]:
@@ -422,3 +394,25 @@ def receive_from_any() -> str:
 
 def test_a_message_from_any_rank_is_refused(run_distributed: Any) -> None:
     assert all("Name the rank that sends it" in said for said in run_distributed(receive_from_any, 2))
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "answer"),
+    [
+        pytest.param(calls_in_callbacks, 2, [3.0, 5.0, 7.0], id="a callback may wait for later calls"),
+        pytest.param(
+            first_of_two_messages, 2, [5.0, 7.0], id="who waits for a message does not for the next"
+        ),
+        pytest.param(last_message, 2, 5.0, id="a message arrives after its sender has left"),
+        pytest.param(leaves_at_once, 2, 2, id="a rank may leave as soon as it has joined"),
+        pytest.param(without_gradients, 2, (6.0, 3), id="inference mode and leaves are taken"),
+        pytest.param(
+            on_other_hosts, 3, ("ProcessGroupGloo", [3.0] * 2), id="ranks on different hosts use gloo"
+        ),
+        pytest.param(kept_after_calls, 2, 0, id="tensors of calls that are done are let go"),
+    ],
+)
+def test_each_rank_has_the_answer(
+    run_distributed: Any, case: Callable[[], object], ranks: int, answer: object
+) -> None:
+    assert run_distributed(case, ranks) == [answer] * ranks

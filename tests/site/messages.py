@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from tests.site.plain_english import RIDDLES, VAGUE, words
 
@@ -43,6 +44,7 @@ class Message:
     """Whether it is the whole text of an exception of Lockstep."""
 
 
+@cache
 def messages(source: str) -> list[Message]:
     """The messages of a module, with ``X`` for each value in them.
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from lockstep import Accelerator
 from lockstep.config import IN_FILES, TOPICS
@@ -56,13 +57,14 @@ def strings(source: str) -> Iterator[str]:
             yield node.value
 
 
-def variables() -> set[str]:
+@cache
+def variables() -> frozenset[str]:
     """Environment variables that users may set: of the readers all, of other modules those with our prefixes."""
     found = {name for settings in TOPICS.values() for one in settings for name in one.variables}
     for path in SOURCE.rglob("*.py"):
         pattern = VARIABLE if path.relative_to(SOURCE).as_posix() in READERS else OURS
         found |= {text for text in strings(path.read_text(encoding="utf-8")) if pattern.fullmatch(text)}
-    return found - NOT_FOR_USERS.keys()
+    return frozenset(found - NOT_FOR_USERS.keys())
 
 
 def undocumented_variables(text: str, there: Iterable[str] | None = None) -> list[str]:

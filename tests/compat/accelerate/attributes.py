@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-import types
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +16,12 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
-    compile_regions,
 )
+from saying import say
 from torch import nn
 from torch.utils.data import DataLoader
 
 warnings.simplefilter("ignore")
-
-
-def say(name: str, *values: Any) -> None:
-    print(json.dumps([name, values]))
 
 
 def accelerator_with(**options: Any) -> Accelerator:
@@ -55,21 +49,6 @@ class Tracker(GeneralTracker):
 
     def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
         self.lines.append([values, step])
-
-
-class Selective(nn.Module):
-    """Its ``parameters`` is a list, without those of the critic, which another optimizer trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return [*self.body.parameters()]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.critic(self.body(x))
 
 
 # -- each can be set, and is what was set
@@ -211,36 +190,3 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 optimizer.step()
 say("without a scale", model.weight.tolist(), optimizer.step_was_skipped)
 say("dynamo", str(accelerator.state.dynamo_plugin.backend), accelerator.state.dynamo_plugin.backend == "NO")
-
-# -- models
-
-model = Selective()
-body, critic = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.critic.parameters(), lr=0.1)
-model, body, critic = accelerator_with().prepare(model, body, critic)
-for _ in range(2):
-    accelerator.backward(model(torch.ones(2, 3)).square().mean())
-    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-    for optimizer in (body, critic):
-        optimizer.step()
-        optimizer.zero_grad()
-say("a list of parameters", norm.item(), [parameter.tolist() for _, parameter in model.named_parameters()])
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-tower = Tower()
-compiled = compile_regions(tower, backend="eager")
-say("compiled", torch.equal(compiled(torch.ones(1, 2)), tower(torch.ones(1, 2))), isinstance(compiled, Tower))
-tower.forward = types.MethodType(lambda self, x: 2 * Tower.forward(self, x), tower)
-compiled = compile_regions(tower, backend="eager")
-say("compiled, replaced", torch.equal(compiled(torch.ones(1, 2)), tower(torch.ones(1, 2))))

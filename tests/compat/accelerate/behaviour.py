@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections import OrderedDict, namedtuple
@@ -15,42 +14,12 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import modeling, offload, operations, other
 from accelerate.utils.dataclasses import CustomDtype, get_module_class_from_name
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from saying import refused, say
 from torch import nn
 from torch.utils.data import BatchSampler
 
 warnings.simplefilter("ignore")
 PartialState(cpu=True)
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return [
-            str(value.dtype),
-            str(value.device),
-            list(value.shape),
-            value.tolist() if not value.is_meta else None,
-        ]
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [plain(item) for item in (sorted(value, key=str) if isinstance(value, set) else value)]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def say(name: str, *values: Any) -> None:
-    print(json.dumps([name, plain(values)]))
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return next(
-            kind.__name__
-            for kind in (KeyError, ValueError, TypeError, RuntimeError, Exception)
-            if isinstance(error, kind)
-        )
-    return "nothing"
 
 
 def small() -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import warnings
@@ -26,6 +25,7 @@ from accelerate.utils import (
     save,
 )
 from accelerate.utils.operations import convert_outputs_to_fp32
+from saying import say
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -45,10 +45,6 @@ class Heard(logging.Handler):
 
 heard = Heard()
 logging.getLogger().addHandler(heard)
-
-
-def say(name: str, *values: Any) -> None:
-    print(json.dumps([name, values]))
 
 
 def caught(call: Any) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
@@ -16,35 +15,13 @@ from accelerate.utils import (
 )
 from accelerate.utils.dataclasses import BaseEnum, EnumWithContains, PrecisionType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from saying import refused, say
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.data import DataLoader
 
 warnings.simplefilter("ignore")
 accelerator = Accelerator(cpu=True)
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def say(name: str, *values: Any) -> None:
-    print(json.dumps([name, plain(values)]))
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        kinds = (KeyError, ImportError, ValueError, TypeError, RuntimeError)
-        return next((kind.__name__ for kind in kinds if isinstance(error, kind)), "Exception")
-    return "nothing"
 
 
 state = accelerator.gradient_state

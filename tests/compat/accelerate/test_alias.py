@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.command import LOCKSTEP
-
-KNOWN = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+from tests.compat.processes import ALONE
 
 
 def run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
-        env=KNOWN | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=ALONE,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -133,30 +129,13 @@ import beside
 accelerator = accelerate.Accelerator(cpu=True)
 line = json.dumps([__name__, accelerate.__version__ > "1.", str(accelerator.distributed_type), sys.argv[1:],
                    beside.HERE])
-sys.stdout.write(line + "\\n")  # in one piece, whatever another rank writes
-"""
+print(line)
 
-
-def test_scripts_and_modules_run_as_by_the_interpreter(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("HERE = 1\n")
-    lockstep = (*LOCKSTEP[1:], "launch", "--cpu", "--nproc", "2", "--as-accelerate")
-    assert results(run("-m", "lockstep.compat.accelerate", "train.py", "--a", folder=tmp_path)) == [
-        ["__main__", True, "DistributedType.NO", ["--a"], 1]
-    ]
-    expected = ["__main__", True, "DistributedType.MULTI_CPU", ["b"], 1]
-    assert results(run(*lockstep, "-m", "train", "b", folder=tmp_path)) == [expected] * 2
-    wrong = run("-m", "lockstep.compat.accelerate")
-    assert (wrong.returncode, "usage:" in wrong.stderr) == (1, True)
-
-
-TESTS_OF_THEIRS = """
-import json, sys
-from accelerate import Accelerator
+# Utilities for tests are those of the installed Accelerate.
 from accelerate.test_utils import RegressionModel, path_in_accelerate_package
 from accelerate.test_utils.training import RegressionDataset
 
-model = Accelerator(cpu=True).prepare(RegressionModel())
+model = accelerator.prepare(RegressionModel())
 others = {name for name, module in sys.modules.items() if name.startswith("accelerate")
           and type(module).__name__ != "AliasModule" and not name.startswith("accelerate.test_utils")}
 print(json.dumps([float(model(RegressionDataset(length=4)[0]["x"])), sorted(others),
@@ -164,8 +143,16 @@ print(json.dumps([float(model(RegressionDataset(length=4)[0]["x"])), sorted(othe
 """
 
 
-def test_utilities_for_tests_are_those_of_the_installed_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    (tmp_path / "train.py").write_text(TESTS_OF_THEIRS)
-    [found] = results(run("-m", "lockstep.compat.accelerate", "train.py", folder=tmp_path))
-    assert found == [0.0, [], True]
+def test_scripts_and_modules_run_as_by_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("HERE = 1\n")
+    lockstep = (*LOCKSTEP[1:], "launch", "--cpu", "--nproc", "1", "--as-accelerate")
+    for words, argument in (
+        (("-m", "lockstep.compat.accelerate", "train.py"), "--a"),
+        ((*lockstep, "-m", "train"), "b"),
+    ):
+        ran, utilities = results(run(*words, argument, folder=tmp_path))
+        assert ran == ["__main__", True, "DistributedType.NO", [argument], 1]
+        assert utilities == [0.0, [], True]
+    wrong = run("-m", "lockstep.compat.accelerate")
+    assert (wrong.returncode, "usage:" in wrong.stderr) == (1, True)

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compat.processes import start
+
 HERE = Path(__file__).parent
-LEAST = {"behaviour.py": 60, "objects.py": 20, "steps.py": 25, "attributes.py": 45, "refusals.py": 35}
+LEAST = {"behaviour.py": 60, "objects.py": 20, "steps.py": 25, "attributes.py": 40, "refusals.py": 35}
 """Script -> how many lines it prints at least."""
-
-
-def start(*words: str, path: str) -> subprocess.Popen[str]:
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    return subprocess.Popen(
-        [sys.executable, *words, str(HERE / "run_scripts.py"), *(str(HERE / script) for script in LEAST)],
-        env=known | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def lines(run: subprocess.Popen[str]) -> dict[str, list[Any]]:
     """Script -> the lines that it printed."""
-    out, error = run.communicate(timeout=300)
-    assert run.returncode == 0, error
-    assert "Exception ignored" not in error
+    out = run.communicate(timeout=300)[0]
+    assert run.returncode == 0 and "Exception ignored" not in out, out
     found: dict[str, list[Any]] = {}
     for line in out.splitlines():
         if line.startswith("script "):
@@ -48,7 +36,9 @@ Lines = dict[str, list[Any]]
 def printed() -> tuple[Lines, Lines]:
     """What the scripts print there, and here."""
     pytest.importorskip("accelerate")
-    runs = start(path=""), start("-m", "lockstep.compat.accelerate", path=str(HERE.parents[2] / "src"))
+    script = (str(HERE / "run_scripts.py"), *(str(HERE / name) for name in LEAST))
+    alias = ("-m", "lockstep.compat.accelerate")
+    runs = start(*script, PYTHONPATH=""), start(*alias, *script, PYTHONPATH=str(HERE.parents[2] / "src"))
     there, here = map(lines, runs)
     return there, here
 

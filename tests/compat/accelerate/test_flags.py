@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from argparse import Action
 from pathlib import Path
@@ -186,12 +187,10 @@ sys.stdout.write(json.dumps(role) + "\\n")
 """
 
 
-def test_workers_find_their_role_and_tee_shows_what_goes_to_files(
-    script: Path, capfd: pytest.CaptureFixture[str], run_launch: Any
-) -> None:
+def test_workers_find_their_role_and_tee_shows_what_goes_to_files(script: Path) -> None:
     script.write_text(REPORT)
     logs = script.parent / "logs"
-    line = [
+    options = [
         "--nproc",
         "2",
         "--cpu",
@@ -202,25 +201,13 @@ def test_workers_find_their_role_and_tee_shows_what_goes_to_files(
         "-t",
         "3",
         "--log_dir",
-        logs,
     ]
-    out = run_launch([*line, script])
+    command = [*LOCKSTEP, "launch", *options, str(logs), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     found = [json.loads((logs / f"rank-{rank}.out").read_text()) for rank in (0, 1)]
     assert found == [{"ROLE_NAME": "trainer", "RANK": str(rank)} for rank in (0, 1)]
-    assert out.count('"ROLE_NAME": "trainer"') == 2
-
-
-@pytest.fixture
-def run_launch(tmp_path: Path) -> Any:
-    import subprocess
-
-    def run(arguments: list[Any]) -> str:
-        command = [*LOCKSTEP, "launch", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    assert done.stdout.count('"ROLE_NAME": "trainer"') == 2
 
 
 @pytest.mark.parametrize(

@@ -203,27 +203,9 @@ def test_on_two_ranks(run_distributed: Callable[..., list[Any]], tmp_path: Path)
         assert found["pickled"]["warned"] == (3 if rank == 0 else 0)
 
 
-def test_one_process_is_filled_from_a_whole_state_dict_too(tmp_path: Path) -> None:
-    assert filled(0, tmp_path)
-
-
 def test_pickled_weights_do_not_lie_beside_others(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, watch=False)
     model = accelerator.prepare(tower())
     accelerator.save_model(model, tmp_path)
     with pytest.raises(UsageError):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
-
-
-def test_pickled_weights_are_a_part_of_a_checkpoint_that_is_written_in_the_background(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, watch=False)
-    model = accelerator.prepare(tower())
-    with pytest.warns(UserWarning, match="pickle"):
-        accelerator.save_state(tmp_path / "state", safe_serialization=False, blocking=False)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model.first.weight.zero_()
-    accelerator.end_training()
-    found = torch.load(tmp_path / "state" / "pytorch_model.bin", weights_only=True)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert '"pytorch_model.bin"' in (tmp_path / "state" / "manifest.json").read_text()

@@ -121,17 +121,21 @@ def test_no_name_is_more_than_a_text(name: str) -> None:
         decode(json.loads(json.dumps(value)))
 
 
-@pytest.mark.parametrize("name", hostile.misuse())
-def test_an_allowed_name_or_a_size_is_not_misused(name: str, trap: Trap) -> None:
-    path = trap.folder / "model.bin"
-    path.write_bytes(hostile.misuse()[name])
-    trap.refused(path)
+FILES = {
+    **hostile.misuse(),
+    **{
+        f"{name}, in an archive": hostile.archive(data)
+        for name, data in (hostile.LET_THROUGH | hostile.keys_that_cost()).items()
+    },
+    **hostile.misuse_of_tensors(),
+    **hostile.broken_files(),
+}
 
 
-@pytest.mark.parametrize("name", [*hostile.LET_THROUGH, *hostile.keys_that_cost()])
-def test_what_torchs_own_unpickler_lets_through_is_refused(name: str, trap: Trap) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_misused_names_and_sizes_and_broken_files_are_refused(name: str, trap: Trap) -> None:
     path = trap.folder / "model.pt"
-    path.write_bytes(hostile.archive((hostile.LET_THROUGH | hostile.keys_that_cost())[name]))
+    path.write_bytes(FILES[name])
     trap.refused(path)
 
 
@@ -147,20 +151,6 @@ def test_torchs_own_unpickler_still_does_not_read_the_metadata_of_dcp() -> None:
     metadata = (Path(hostile.__file__).parent / "fixtures" / "dcp" / "checkpoint" / ".metadata").read_bytes()
     with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 149"):  # a frame, of protocol 4
         torch.load(io.BytesIO(metadata), weights_only=True)
-
-
-@pytest.mark.parametrize("name", hostile.misuse_of_tensors())
-def test_a_tensor_is_within_its_storage(name: str, trap: Trap) -> None:
-    path = trap.folder / "model.pt"
-    path.write_bytes(hostile.misuse_of_tensors()[name])
-    trap.refused(path)
-
-
-@pytest.mark.parametrize("name", hostile.broken_files())
-def test_a_broken_file_is_refused(name: str, trap: Trap) -> None:
-    path = trap.folder / "model.pt"
-    path.write_bytes(hostile.broken_files()[name])
-    trap.refused(path)
 
 
 @pytest.mark.parametrize("name", hostile.FOLDERS)
@@ -217,22 +207,15 @@ FORBIDDEN = {
     "os.system": "os.system('touch ' + sys.argv[2])",
     "subprocess": "subprocess.Popen(['touch', sys.argv[2]])",
     "os.fork": "os.fork()",
-    "os.execv": "os.execv('/bin/touch', ['touch', sys.argv[2]])",
-    "os.posix_spawn": "os.posix_spawn('/bin/touch', ['touch', sys.argv[2]], {})",
     "open for writing": "open(sys.argv[2], 'w')",
     "open for reading": "open('/etc/hostname')",
-    "os.open": "os.open('/etc/hostname', os.O_RDONLY)",
-    "os.mkdir": "os.mkdir(sys.argv[2])",
     "os.listdir": "os.listdir('/')",
     "socket": "socket.socket()",
     "import": "import decimal",
     "exec": "exec('1')",
-    "eval": "eval('1')",
-    "compile": "compile('1', 'x', 'eval')",
     "pickle": "pickle.loads(pickle.dumps(os.system))",
     "marshal": "marshal.loads(marshal.dumps(1))",
     "ctypes.dlopen": "ctypes.CDLL('libm.so.6')",
-    "ctypes.string_at": "ctypes.string_at(0)",
     "mmap": "mmap.mmap(-1, 4096)",
     "signal": "os.kill(os.getppid(), 0)",
     "another hook": "sys.addaudithook(print)",
@@ -249,20 +232,9 @@ def test_the_process_ends_at_whatever_is_not_reading(name: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-TELLING = (
-    "os.",
-    "posix.",
-    "subprocess.",
-    "builtins.e",
-    "builtins.open",
-    "io.",
-    "socket.",
-    "ctypes.",
-    "collections.",
+@pytest.mark.parametrize(
+    "name", ["os.system", "subprocess.Popen", "builtins.eval", "_io.FileIO", "ctypes.CDLL"]
 )
-
-
-@pytest.mark.parametrize("name", [name for name in hostile.calls(*PLACEHOLDER) if name.startswith(TELLING)])
 def test_pythons_own_unpickler_would_be_ended_too(name: str, trap: Trap) -> None:
     """The process holds without the interpreter of opcodes: with Python's unpickler in its place."""
     data = hostile.calls(trap.marker, trap.port)[name]

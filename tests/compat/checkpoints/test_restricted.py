@@ -25,7 +25,6 @@ from lockstep.compat.checkpoints import (
     Encoder,
     FileSlice,
     Machine,
-    MalformedError,
     MappedFile,
     RefusedError,
     RefusedFile,
@@ -218,16 +217,6 @@ def test_an_answer_that_lies_is_refused(answer: Any, tmp_path: Path) -> None:
     assert decode(tensor(), [storage]).tolist() == [0, 0, 0, 0]
     with pytest.raises(UnreadableError):
         decode(answer, [storage])
-
-
-@pytest.mark.parametrize(("start", "nbytes"), [(8, 16), (-16, 16), (0, 2**62)])
-def test_a_storage_is_within_its_file(start: int, nbytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(16))
-    with open(path, "rb") as file:
-        storage = Storage(MappedFile(file.fileno(), "file", Scratch()), torch.float32, start, nbytes, None)
-    with pytest.raises(MalformedError):
-        storage.tensor(torch.float32, 0, (1,), (1,))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.compat.deepspeed import KEYS, from_deepspeed
-from lockstep.config import MAX_FILE_BYTES, BatchSizes, SettingValue, parallel_of, precision_of, read_json
+from lockstep.config import BatchSizes, SettingValue, parallel_of, precision_of, read_json
 from lockstep.errors import ConfigError
 from tests.compat.deepspeed_examples import STAGE2, STAGE3
 from tests.marks import examples
@@ -20,9 +18,7 @@ from tests.refusals import expect_refusal
 
 
 def refusal(config: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        from_deepspeed(config, "ds.json")
-    return str(caught.value)
+    return expect_refusal(ConfigError, "", from_deepspeed, config, "ds.json")
 
 
 def values(config: Any) -> dict[str, Any]:
@@ -238,31 +234,6 @@ def test_batch_sizes_that_do_not_fit_show_the_arithmetic() -> None:
     expect_refusal(ConfigError, "32", BatchSizes(32).solved, 3)
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "not valid JSON"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"{" + b" " * MAX_FILE_BYTES + b"}", "larger than"),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested"),
-        (b"[" * 100_000, "nested"),
-        (b"[]", "top level"),
-        (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
-        (b'{"gradient_clipping": NaN}', "NaN is not a value"),
-        (b'{"gradient_clipping": 1e999}', "not a number of at least 0"),
-        (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "too many digits"),
-        (b'{"a": 1 // no\n}', ":1: not valid JSON"),
-    ],
-)
-def test_hostile_files_are_refused_in_one_line(content: bytes, sentence: str, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="ds.json") as caught:
-        from_deepspeed(path)
-    assert sentence in str(caught.value)
-    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
-
-
 def test_a_missing_file_and_a_mapping_that_contains_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read_json(tmp_path / "none.json")
@@ -286,7 +257,7 @@ CONFIGS = st.recursive(
 )
 
 
-@examples(400)
+@examples(150)
 @given(st.dictionaries(st.one_of(st.sampled_from(NAMES), st.integers()), CONFIGS, max_size=6))
 def test_any_mapping_gives_settings_or_one_message(config: dict[Any, Any]) -> None:
     try:
@@ -295,15 +266,3 @@ def test_any_mapping_gives_settings_or_one_message(config: dict[Any, Any]) -> No
     except ConfigError:
         return
     assert all(isinstance(said, SettingValue) for said in found.settings.values())
-
-
-@examples(200)
-@given(st.text(max_size=60), st.dictionaries(st.sampled_from(NAMES), CONFIGS, max_size=4))
-def test_any_text_gives_settings_or_one_message(
-    tmp_path_factory: pytest.TempPathFactory, noise: str, config: Any
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.json"
-    for text in (noise, json.dumps(config), json.dumps(config)[: len(noise)] + noise):
-        path.write_text(text, encoding="utf-8", errors="replace")
-        with contextlib.suppress(ConfigError):
-            from_deepspeed(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -157,19 +156,6 @@ def test_what_cannot_be_built_is_refused_by_name(
 
 def test_a_placeholder_without_a_section_is_refused() -> None:
     expect_refusal(ConfigError, "'optimizer'", build_optimizer, None, DummyOptim(any_parameters()))
-
-
-def test_the_placeholders_have_accelerates_signatures() -> None:
-    optim = [(p.name, p.default) for p in inspect.signature(DummyOptim).parameters.values()]
-    assert optim[1:3] == [("lr", 0.001), ("weight_decay", 0)]
-    assert [name for name, _ in optim] == ["params", "lr", "weight_decay", "kwargs"]
-    scheduler = [(p.name, p.default) for p in inspect.signature(DummyScheduler).parameters.values()]
-    assert scheduler[1:4] == [
-        ("total_num_steps", None),
-        ("warmup_num_steps", 0),
-        ("lr_scheduler_callable", None),
-    ]
-    assert scheduler[0][0] == "optimizer"
 
 
 def optimizer_of(name: str = "AdamW") -> tuple[DummyOptim, torch.optim.Optimizer]:

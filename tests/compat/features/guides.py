@@ -21,19 +21,11 @@ from accelerate import (
     DistributedDataParallelKwargs,
     PartialState,
     ProfileKwargs,
-    cpu_offload_with_hook,
-    disk_offload,
-    dispatch_model,
-    infer_auto_device_map,
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    notebook_launcher,
 )
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.tracking import GeneralTracker, on_main_process, register_tracker_class
-from accelerate.utils import LoggerType, ProjectConfiguration, TorchDynamoPlugin, set_seed
+from accelerate.utils import TorchDynamoPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -174,19 +166,6 @@ def triggers() -> Any:
 
 
 @guide
-def no_sync_by_hand() -> Any:
-    run = Accelerator(cpu=True)
-    model, optimizer, loader, _ = run.prepare(*parts())
-    for index, (inputs, targets) in enumerate(loader):
-        last = index == len(loader) - 1
-        with contextlib.nullcontext() if last or RANKS == 1 else model.no_sync():
-            run.backward(loss_function(model(inputs), targets))
-        if last:
-            optimizer.step()
-    return sums(run.unwrap_model(model))
-
-
-@guide
 def accumulated() -> Any:
     run = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = run.prepare(*parts())
@@ -268,7 +247,7 @@ def checkpoints() -> Any:
 def compiled() -> Any:
     found = []
     plugins = (
-        TorchDynamoPlugin(backend="aot_eager", mode="default", fullgraph=RANKS == 1, dynamic=False),
+        TorchDynamoPlugin(backend="eager", mode="default", dynamic=False),
         TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True),
     )
     for plugin in plugins:
@@ -342,105 +321,6 @@ def profiles() -> Any:
         steps,
         [name for name in os.listdir(folder) if name.endswith("_0.json")] != [] or run.process_index,
     )
-
-
-class Kept(GeneralTracker):
-    name = "kept_by_name"
-    requires_logging_directory = False
-    values: list[Any] = []
-
-    @on_main_process
-    def __init__(self, run_name: str, tags: int = 0) -> None:
-        super().__init__()
-        self.values.append([run_name, tags])
-
-    @property
-    def tracker(self) -> Any:
-        return self.values
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.values.append(sorted(values))
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        self.values.append([step, *map(float, values.values())])
-
-
-@guide
-def trackers() -> Any:
-    register_tracker_class(Kept)
-    folder = tempfile.mkdtemp()
-    project = ProjectConfiguration(project_dir=folder, logging_dir=f"{folder}/logs")
-    run = Accelerator(cpu=True, log_with=["kept_by_name", LoggerType.TENSORBOARD], project_config=project)
-    run.init_trackers(
-        "example", config={"lr": 0.01, "loss": str(loss_function)}, init_kwargs={"kept_by_name": {"tags": 2}}
-    )
-    model, optimizer, loader, _ = run.prepare(*parts())
-    for step, (inputs, targets) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = loss_function(model(inputs), targets)
-        run.backward(loss)
-        optimizer.step()
-        run.log({"training_loss": loss}, step=step)
-    kept = run.get_tracker("kept_by_name", unwrap=True) if run.is_main_process else []
-    run.end_training()
-    return kept, os.listdir(f"{folder}/logs") if run.is_main_process else []
-
-
-@guide
-def big_models() -> Any:
-    set_seed(0)
-    whole = Model()
-    rows = torch.ones(2, 4)
-    expected = whole(rows).detach()
-    folder = tempfile.mkdtemp()
-    torch.save(whole.state_dict(), f"{folder}/model.bin")
-    found = []
-    with init_empty_weights():
-        model = Model()
-    size = {"cpu": "10GiB"}
-    device_map = infer_auto_device_map(model, max_memory=size, no_split_module_classes=["Linear"])
-    found.append({name: str(device) for name, device in device_map.items()})
-    for places in (device_map, {"block1": "cpu", "block2": "disk", "head": "cpu"}):
-        with init_empty_weights():
-            model = Model()
-        model = load_checkpoint_and_dispatch(
-            model, f"{folder}/model.bin", device_map=places, offload_folder=f"{folder}/{len(places)}"
-        )
-        found.append(torch.equal(model(rows).detach(), expected))
-    found.append({name: str(device) for name, device in model.hf_device_map.items()})
-    disk = Model()
-    disk.load_state_dict(whole.state_dict())
-    disk_offload(disk, f"{folder}/all", torch.device("cpu"))
-    found.append(torch.equal(disk(rows).detach(), expected))
-    dispatched = Model()
-    dispatched.load_state_dict(whole.state_dict())
-    dispatched = dispatch_model(dispatched, {"": "cpu"}, force_hooks=True)
-    found.append(torch.equal(dispatched(rows).detach(), expected))
-    first, hook = cpu_offload_with_hook(nn.Linear(4, 4), "cpu")
-    second, next_hook = cpu_offload_with_hook(nn.Linear(4, 4), "cpu", prev_module_hook=hook)
-    found.append(list(second(second(first(rows))).shape))
-    next_hook.offload()
-    return found
-
-
-def loop_of_a_notebook(precision: str, seed: int) -> None:
-    set_seed(seed)
-    run = Accelerator(cpu=True, mixed_precision=precision)
-    model, optimizer, loader, _ = run.prepare(*parts())
-    for inputs, targets in loader:
-        run.backward(loss_function(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    run.print(json.dumps(["notebook", sums(run.unwrap_model(model))]))
-
-
-@guide
-def notebook() -> Any:
-    if RANKS == 1:
-        notebook_launcher(loop_of_a_notebook, ("bf16", 42), num_processes=1)
-    return None
 
 
 def reset() -> None:

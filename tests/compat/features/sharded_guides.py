@@ -174,21 +174,14 @@ def two_accelerators() -> Any:
 
 @guide
 def as_the_file_says() -> Any:
-    """Placeholders where a DeepSpeed JSON describes the optimizer and the scheduler, else the loop's own."""
+    """Placeholders, since the DeepSpeed JSON describes the optimizer and the scheduler."""
     run = Accelerator()
     run.print(str(AcceleratorState()))
     model = Model()
-    plugin = run.state.deepspeed_plugin
-    described = {} if plugin is None else plugin.deepspeed_config
-    kind = DummyOptim if "optimizer" in described else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=LR, weight_decay=0.01)
-    scheduler = None
-    if "scheduler" in described:
-        scheduler = DummyScheduler(optimizer, total_num_steps=ROWS // BATCH, warmup_num_steps=3)
-    model, optimizer, batches, *rest = run.prepare(
-        model, optimizer, loader(run), *([scheduler] if scheduler else [])
-    )
-    losses = epoch(run, model, optimizer, batches, *rest)
+    optimizer = DummyOptim(model.parameters(), lr=LR, weight_decay=0.01)
+    scheduler = DummyScheduler(optimizer, total_num_steps=ROWS // BATCH, warmup_num_steps=3)
+    model, optimizer, batches, scheduler = run.prepare(model, optimizer, loader(run), scheduler)
+    losses = epoch(run, model, optimizer, batches, scheduler)
     return losses, sums(run.get_state_dict(model))
 
 

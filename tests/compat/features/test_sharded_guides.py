@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.compat.features.sharded_problem import whole
-from tests.compat.features.test_features import LAUNCH, SOURCE, results, start
+from tests.compat.features.test_features import LAUNCH, SOURCE, results
+from tests.compat.processes import start
 
 SCRIPT = Path(__file__).with_name("sharded_guides.py")
 EXPECTED: dict[str, Any] = {
@@ -21,23 +22,6 @@ EXPECTED: dict[str, Any] = {
     "evaluated_at_stage_3": whole(lr=0.0),
     "two_accelerators": [whole(seed=1)[0], whole()[1], whole(seed=1)[1]],
 }
-FSDP = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_sharding_strategy: FULL_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: Block
-machine_rank: 0
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-use_cpu: true
-"""
 DEEPSPEED = """
 compute_environment: LOCAL_MACHINE
 deepspeed_config:
@@ -85,20 +69,17 @@ def check(found: dict[str, Any], name: str, expected: Any) -> None:
 
 @pytest.mark.timeout(200)
 def test_plugins_of_the_guides_train_as_one_process_does() -> None:
-    found = results(start(*LAUNCH, "--as-accelerate", str(SCRIPT), *EXPECTED, path=SOURCE))
+    found = results(start(*LAUNCH, "--as-accelerate", str(SCRIPT), *EXPECTED, PYTHONPATH=SOURCE))
     assert len(found) == 2 * len(EXPECTED)
     for name, expected in EXPECTED.items():
         check(found, name, expected)
 
 
 @pytest.mark.timeout(200)
-def test_files_of_the_guides_train_as_one_process_does(tmp_path: Path) -> None:
-    described, runs = tmp_path / "ds.json", []
+def test_a_file_of_the_guides_trains_as_one_process_does(tmp_path: Path) -> None:
+    described, config = tmp_path / "ds.json", tmp_path / "deepspeed.yaml"
     described.write_text(json.dumps(DESCRIBED))
-    for kind, text in (("fsdp", FSDP), ("deepspeed", DEEPSPEED.replace("JSON", str(described)))):
-        (tmp_path / f"{kind}.yaml").write_text(text)
-        config = ("--config_file", str(tmp_path / f"{kind}.yaml"))
-        launch = (*LAUNCH[:3], *config, "--num-cpu-threads", "1", "--as-accelerate")
-        runs.append(start(*launch, str(SCRIPT), "as_the_file_says", path=SOURCE))
-    for run, warmup in zip(runs, (0, 3), strict=True):
-        check(results(run), "as_the_file_says", whole(warmup=warmup))
+    config.write_text(DEEPSPEED.replace("JSON", str(described)))
+    launch = (*LAUNCH[:3], "--config_file", str(config), "--num-cpu-threads", "1", "--as-accelerate")
+    found = results(start(*launch, str(SCRIPT), "as_the_file_says", PYTHONPATH=SOURCE))
+    check(found, "as_the_file_says", whole(warmup=3))

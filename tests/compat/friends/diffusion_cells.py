@@ -17,10 +17,9 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from cell import Result, cell
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
-from packaging import version
 
 logger = get_logger(__name__, log_level="INFO")
 
@@ -53,11 +52,8 @@ def unet() -> UNet2DModel:
 def train(
     folder: Path,
     epochs: int = 2,
-    use_ema: bool = True,
     checkpointing_steps: int = 5,
     resume: str | None = None,
-    stop_after: int | None = None,
-    sample: bool = False,
 ) -> Result:
     accelerator = Accelerator(
         cpu=True,
@@ -69,47 +65,41 @@ def train(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=7200))],
     )
     set_seed(0)
+
     # What the example does: checkpoints of the model's own format, beside the optimizer's.
-    if version.parse(accelerate.__version__) >= version.parse("0.16.0"):
+    def save_model_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if accelerator.is_main_process:
+            ema_model.save_pretrained(os.path.join(output_dir, "unet_ema"))
+            for model in models:
+                model.save_pretrained(os.path.join(output_dir, "unet"))
+                weights.pop()
 
-        def save_model_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
-            if accelerator.is_main_process:
-                if use_ema:
-                    ema_model.save_pretrained(os.path.join(output_dir, "unet_ema"))
-                for model in models:
-                    model.save_pretrained(os.path.join(output_dir, "unet"))
-                    weights.pop()
+    def load_model_hook(models: list[Any], input_dir: str) -> None:
+        load_model = EMAModel.from_pretrained(os.path.join(input_dir, "unet_ema"), UNet2DModel)
+        ema_model.load_state_dict(load_model.state_dict())
+        ema_model.to(accelerator.device)
+        for _ in range(len(models)):
+            model = models.pop()
+            load_model = UNet2DModel.from_pretrained(input_dir, subfolder="unet")
+            model.register_to_config(**load_model.config)
+            model.load_state_dict(load_model.state_dict())
 
-        def load_model_hook(models: list[Any], input_dir: str) -> None:
-            if use_ema:
-                load_model = EMAModel.from_pretrained(os.path.join(input_dir, "unet_ema"), UNet2DModel)
-                ema_model.load_state_dict(load_model.state_dict())
-                ema_model.to(accelerator.device)
-                del load_model
-            for _ in range(len(models)):
-                model = models.pop()
-                load_model = UNet2DModel.from_pretrained(input_dir, subfolder="unet")
-                model.register_to_config(**load_model.config)
-                model.load_state_dict(load_model.state_dict())
-                del load_model
-
-        accelerator.register_save_state_pre_hook(save_model_hook)
-        accelerator.register_load_state_pre_hook(load_model_hook)
+    accelerator.register_save_state_pre_hook(save_model_hook)
+    accelerator.register_load_state_pre_hook(load_model_hook)
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     diffusers.utils.logging.set_verbosity_error()
     if accelerator.is_main_process:
         os.makedirs(folder, exist_ok=True)
     model = unet()
-    if use_ema:
-        ema_model = EMAModel(
-            model.parameters(),
-            decay=0.9,
-            use_ema_warmup=True,
-            inv_gamma=1.0,
-            power=0.75,
-            model_cls=UNet2DModel,
-            model_config=model.config,
-        )
+    ema_model = EMAModel(
+        model.parameters(),
+        decay=0.9,
+        use_ema_warmup=True,
+        inv_gamma=1.0,
+        power=0.75,
+        model_cls=UNet2DModel,
+        model_config=model.config,
+    )
     noise_scheduler = DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-5
@@ -122,8 +112,7 @@ def train(
     model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, lr_scheduler
     )
-    if use_ema:
-        ema_model.to(accelerator.device)
+    ema_model.to(accelerator.device)
     if accelerator.is_main_process:
         accelerator.init_trackers("train_unconditional")
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
@@ -161,34 +150,16 @@ def train(
                 lr_scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                if use_ema:
-                    ema_model.step(model.parameters())
+                ema_model.step(model.parameters())
                 global_step += 1
                 if checkpointing_steps and global_step % checkpointing_steps == 0:
                     accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
             mean = accelerator.reduce(loss.detach(), reduction="mean")
             logs.append({"loss": mean.item(), "lr": lr_scheduler.get_last_lr()[0], "step": global_step})
             accelerator.log(logs[-1], step=global_step)
-            if stop_after == global_step:
-                break
         accelerator.wait_for_everyone()
-        if stop_after == global_step:
-            break
-    unwrapped = accelerator.unwrap_model(model)
-    if sample:  # on all processes, where the example has the main one alone: a sharded model computes on all
-        if use_ema:
-            ema_model.store(unwrapped.parameters())
-            ema_model.copy_to(unwrapped.parameters())
-        pipeline = DDPMPipeline(unet=unwrapped, scheduler=noise_scheduler)
-        images = pipeline(
-            generator=torch.Generator().manual_seed(0), batch_size=2, num_inference_steps=3, output_type="np"
-        ).images
-        logs.append({"images": float(images.sum())})
-        if use_ema:
-            ema_model.restore(unwrapped.parameters())
     weights = accelerator.get_state_dict(model)
-    if use_ema:
-        weights = {**weights, **{f"ema.{i}": p for i, p in enumerate(ema_model.shadow_params)}}
+    weights |= {f"ema.{i}": p for i, p in enumerate(ema_model.shadow_params)}
     accelerator.end_training()
     return logs, weights
 
@@ -204,14 +175,3 @@ def unconditional_resumed(folder: Path) -> Result:
     """Goes on inside of the second epoch, from the checkpoint that ``unconditional`` left."""
     origin = folder.parent / folder.name.replace("_resumed", "")
     return train(folder, resume=str(origin / "checkpoint-10"))
-
-
-@cell
-def sampled(folder: Path) -> Result:
-    """Images made with the averaged weights, in a run that ends early."""
-    return train(folder, epochs=1, sample=True)
-
-
-@cell
-def without_average(folder: Path) -> Result:
-    return train(folder, use_ema=False)

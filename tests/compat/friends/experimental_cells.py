@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 import trl
-from cell import Result, cell, gpt2, gpt2_config, sentences, tokenizer
+from cell import CELLS, Result, cell, gpt2, gpt2_config, sentences, tokenizer
 from datasets import Dataset
 from trl_cells import from_folder, from_rewards, pairs, prompted, settings, train, varied
 
@@ -49,36 +49,9 @@ def conversations() -> Dataset:
     )
 
 
-@cell
-def orpo(folder: Path) -> Result:
-    trainer, config = named("orpo", "ORPO")
-    return train(
-        trainer(
-            model=gpt2(),
-            args=config(**settings(folder, max_steps=6), max_length=24),
-            train_dataset=Dataset.from_dict({**prompted(), **pairs()}),
-            processing_class=tokenizer(),
-        )
-    )
-
-
-@cell
-def cpo(folder: Path) -> Result:
-    trainer, config = named("cpo", "CPO")
-    return train(
-        trainer(
-            model=gpt2(),
-            args=config(**settings(folder, max_steps=6), max_length=24),
-            train_dataset=Dataset.from_dict({**prompted(), **pairs()}),
-            processing_class=tokenizer(),
-        )
-    )
-
-
-@cell
-def tpo(folder: Path) -> Result:
-    trainer, config = named("tpo", "TPO")
-    rows = {**prompted(), **pairs(), "reference": sentences(24, 5, 5, 4)}
+def preferred(folder: Path, module: str, name: str) -> Result:
+    trainer, config = named(module, name)
+    rows = {**prompted(), **pairs()} | ({"reference": sentences(24, 5, 5, 4)} if module == "tpo" else {})
     return train(
         trainer(
             model=gpt2(),
@@ -89,18 +62,8 @@ def tpo(folder: Path) -> Result:
     )
 
 
-@cell
-def online_dpo(folder: Path) -> Result:
-    trainer, config = named("online_dpo", "OnlineDPO")
-    return train(
-        trainer(
-            model=from_folder(folder),
-            reward_funcs=varied,
-            args=config(**settings(folder, max_steps=3), max_new_tokens=6, max_length=24),
-            train_dataset=Dataset.from_dict(prompted()),
-            processing_class=tokenizer(),
-        )
-    )
+for word in ("orpo", "cpo", "tpo"):
+    CELLS[word] = lambda folder, word=word: preferred(folder, word, word.upper())
 
 
 @cell
@@ -131,57 +94,34 @@ def distillation(folder: Path) -> Result:
 
 
 @cell
-def sdft(folder: Path) -> Result:
-    trainer, config = named("sdft", "SDFT")
-    rows = {**prompted(), "privileged_context": sentences(24, 4, 4, 3)}
-    return train(
-        trainer(
-            model=from_folder(folder),
-            args=config(
-                **settings(folder, max_steps=4),
-                max_completion_length=6,
-                num_generations=4,
-                distillation_topk=8,
-            ),
-            train_dataset=Dataset.from_dict(rows),
-            processing_class=tokenizer(),
-        )
-    )
-
-
-@cell
 def gmpo(folder: Path) -> Result:
     return from_rewards(*named("gmpo", "GMPO"), folder)
 
 
-@cell
-def a2po(folder: Path) -> Result:
-    trainer, config = named("a2po", "A2PO")
+def generated(
+    folder: Path, names: tuple[str, str], steps: int, further: Any, rows: Any, words: Any, **options: Any
+) -> Result:
+    trainer, config = named(*names)
     return train(
         trainer(
             model=from_folder(folder),
-            reward_funcs=varied,
-            args=config(**settings(folder, max_steps=4), num_value_samples=2, max_completion_length=6),
-            train_dataset=Dataset.from_dict(prompted()),
-            processing_class=tokenizer(),
+            args=config(**settings(folder, max_steps=steps), **options),
+            train_dataset=Dataset.from_dict({**prompted(), **rows}),
+            processing_class=words,
+            **further,
         )
     )
 
 
-@cell
-def sdpo(folder: Path) -> Result:
-    trainer, config = named("sdpo", "SDPO")
-    return train(
-        trainer(
-            model=from_folder(folder),
-            reward_funcs=varied,
-            args=config(
-                **settings(folder, max_steps=4),
-                max_completion_length=6,
-                num_generations=4,
-                distillation_topk=8,
-            ),
-            train_dataset=Dataset.from_dict(prompted()),
-            processing_class=talking(),
-        )
-    )
+REWARDED = {"reward_funcs": varied}
+CELLS["online_dpo"] = lambda folder: generated(
+    folder, ("online_dpo", "OnlineDPO"), 3, REWARDED, {}, tokenizer(), max_new_tokens=6, max_length=24
+)
+CELLS["a2po"] = lambda folder: generated(
+    folder, ("a2po", "A2PO"), 4, REWARDED, {}, tokenizer(), num_value_samples=2, max_completion_length=6
+)
+DISTILLED = {"max_completion_length": 6, "num_generations": 4, "distillation_topk": 8}
+CELLS["sdpo"] = lambda folder: generated(folder, ("sdpo", "SDPO"), 4, REWARDED, {}, talking(), **DISTILLED)
+CELLS["sdft"] = lambda folder: generated(
+    folder, ("sdft", "SDFT"), 4, {}, {"privileged_context": sentences(24, 4, 4, 3)}, tokenizer(), **DISTILLED
+)

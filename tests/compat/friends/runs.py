@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.command import LOCKSTEP
 from tests.compat.friends.compare import difference
+from tests.compat.processes import start as start_python
 
 HERE = Path(__file__).parent
 SOURCE = str(HERE.parents[2] / "src")
@@ -46,27 +46,19 @@ def start(
 
     ``packages``: a folder of packages beside those that are installed.
     """
-    known = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     if processes == 1:
         program = ["-m", "lockstep.compat.accelerate"] if here else []
     else:
         other = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         program = [*(LAUNCH if here else other), str(processes)]
     out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
-        "CELLS_OUT": str(out),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return subprocess.Popen(
-        [sys.executable, *program, str(HERE / "run_cells.py"), *words.split()],
-        env=known | settings | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    return start_python(
+        *(*program, str(HERE / "run_cells.py"), *words.split()),
+        PYTHONPATH=os.pathsep.join(filter(None, [SOURCE if here else "", packages])),
+        CELLS_OUT=str(out),
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        **variables,
     )
 
 
@@ -88,32 +80,3 @@ def far(words: str, here: Path, there: Path, kind: str) -> list[str]:
         if max(numbers, weights) > MOST[kind]:
             found.append(f"{word}: numbers {numbers:.1e}, weights {weights:.1e}")
     return found
-
-
-SOME_SHARDED = "fsdp_full_shard last_fsdp deepspeed_2 deepspeed_3"
-WHOLE = "sharded/whole sharded/whole_last"
-RESUMED = "sharded/last_taken_up_deepspeed sharded/last_taken_up_fsdp/zero=3"
-
-
-def sharded_cells(words: str) -> str:
-    return " ".join(f"sharded/{word}" for word in words.split())
-
-
-def close_to_whole(words: str, here: Path, there: Path) -> None:
-    """Compare the sharded cells ``words`` of two processes with those of whole models."""
-    found = {
-        word: difference(here / word, there / ("whole_last" if word.startswith("last") else "whole"))
-        for word in words.split()
-    }
-    assert {word: far for word, far in found.items() if max(far) > MOST["zero"]} == {}
-
-
-def on_one(here: Path) -> dict[str, str]:
-    """For one process that goes on from two, with as many samples in a step: twice the windows."""
-    return {"CELLS_FROM": str(here), "CELLS_WINDOW": "4"}
-
-
-def resumed_like_whole(alone: Path, there: Path) -> None:
-    """Compare weights. Means over other evaluation batches differ."""
-    for word in RESUMED.split():
-        assert difference(alone / "-".join(word.split("/")[1:]), there / "whole_last")[1] <= MOST["zero"]

@@ -22,7 +22,7 @@ import accelerate
 import torch
 import transformers
 from accelerate import Accelerator
-from cell import Result, cell, sentences, tokenizer
+from cell import CELLS, Result, cell, sentences, tokenizer
 from client_cells import Pictures, in_files, state
 from torch import nn
 
@@ -180,6 +180,18 @@ SMALL: dict[str, Any] = {
 }
 
 
+SMALL_T5: dict[str, Any] = {
+    "vocab_size": 72,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+
+
 def model_in(folder: Path, make: Callable[[Any], nn.Module], config: Any) -> Path:
     transformers.set_seed(0)
     make(config).save_pretrained(folder / "model")
@@ -212,7 +224,18 @@ def again(run: Callable[..., Result], folder: Path, checkpoint: str) -> Result:
     return run(folder, resume_from_checkpoint=checkpoint if "-" in checkpoint else f"out/{checkpoint}")
 
 
-def glue_run(folder: Path, **options: Any) -> Result:
+def resumable(checkpoint: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A cell, and one of the run that goes on from this checkpoint of it."""
+
+    def register(run: Callable[..., Result]) -> Callable[..., Result]:
+        CELLS[f"{run.__name__}_resumed"] = lambda folder: again(run, folder, checkpoint)
+        return cell(run)
+
+    return register
+
+
+@resumable("step_3")
+def glue(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         model_in(folder, transformers.BertForSequenceClassification, transformers.BertConfig(**SMALL))
         for name, count in (("train", 24), ("validation", 10)):
@@ -231,21 +254,12 @@ def glue_run(folder: Path, **options: Any) -> Result:
 
 
 @cell
-def glue(folder: Path) -> Result:
-    return glue_run(folder)
-
-
-@cell
 def glue_accumulated(folder: Path) -> Result:
-    return glue_run(folder, gradient_accumulation_steps=2)
+    return glue(folder, gradient_accumulation_steps=2)
 
 
-@cell
-def glue_resumed(folder: Path) -> Result:
-    return again(glue_run, folder, "step_3")
-
-
-def clm_run(folder: Path, **options: Any) -> Result:
+@resumable("step_3")
+def clm(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         config = transformers.GPT2Config(
             vocab_size=72,
@@ -273,17 +287,8 @@ def clm_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def clm(folder: Path) -> Result:
-    return clm_run(folder)
-
-
-@cell
-def clm_resumed(folder: Path) -> Result:
-    return again(clm_run, folder, "step_3")
-
-
-def mlm_run(folder: Path, **options: Any) -> Result:
+@resumable("step_3")
+def mlm(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         model_in(folder, transformers.BertForMaskedLM, transformers.BertConfig(**SMALL))
         for name, count in (("train", 48), ("validation", 18)):
@@ -302,29 +307,10 @@ def mlm_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def mlm(folder: Path) -> Result:
-    return mlm_run(folder)
-
-
-@cell
-def mlm_resumed(folder: Path) -> Result:
-    return again(mlm_run, folder, "step_3")
-
-
-def translation_run(folder: Path, **options: Any) -> Result:
+@resumable("step_3")
+def translation(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
-        config = transformers.T5Config(
-            vocab_size=72,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-        model_in(folder, transformers.T5ForConditionalGeneration, config)
+        model_in(folder, transformers.T5ForConditionalGeneration, transformers.T5Config(**SMALL_T5))
         for name, count in (("train", 24), ("validation", 10)):
             pairs = zip(sentences(count, 3, 8, 1), sentences(count, 3, 8, 2), strict=True)
             lines(folder / f"{name}.json", [{"translation": {"en": one, "fr": two}} for one, two in pairs])
@@ -344,17 +330,8 @@ def translation_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def translation(folder: Path) -> Result:
-    return translation_run(folder)
-
-
-@cell
-def translation_resumed(folder: Path) -> Result:
-    return again(translation_run, folder, "step_3")
-
-
-def image_classification_run(folder: Path, **options: Any) -> Result:
+@resumable("step_2")
+def image_classification(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         from PIL import Image
 
@@ -386,16 +363,6 @@ def image_classification_run(folder: Path, **options: Any) -> Result:
         ignore_mismatched_sizes=True,
         **SHORT | {"checkpointing_steps": 2} | options,
     )
-
-
-@cell
-def image_classification(folder: Path) -> Result:
-    return image_classification_run(folder)
-
-
-@cell
-def image_classification_resumed(folder: Path) -> Result:
-    return again(image_classification_run, folder, "step_2")
 
 
 DIFFUSERS = "diffusers/examples"
@@ -480,7 +447,8 @@ def diffusers_run(folder: Path, script: str, **options: Any) -> Result:
     return run_script(folder, f"{DIFFUSERS}/{script}", **DRAWN | options)
 
 
-def lora_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-3")
+def text_to_image_lora(folder: Path, **options: Any) -> Result:
     return diffusers_run(
         folder,
         "text_to_image/train_text_to_image_lora.py",
@@ -492,33 +460,15 @@ def lora_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def text_to_image_lora(folder: Path) -> Result:
-    return lora_run(folder)
-
-
-@cell
-def text_to_image_lora_resumed(folder: Path) -> Result:
-    return again(lora_run, folder, "checkpoint-3")
-
-
-def text_to_image_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-3")
+def text_to_image(folder: Path, **options: Any) -> Result:
     return diffusers_run(
         folder, "text_to_image/train_text_to_image.py", train_data_dir="pictures", use_ema=True, **options
     )
 
 
-@cell
-def text_to_image(folder: Path) -> Result:
-    return text_to_image_run(folder)
-
-
-@cell
-def text_to_image_resumed(folder: Path) -> Result:
-    return again(text_to_image_run, folder, "checkpoint-3")
-
-
-def dreambooth_lora_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-3")
+def dreambooth_lora(folder: Path, **options: Any) -> Result:
     return diffusers_run(
         folder,
         "dreambooth/train_dreambooth_lora.py",
@@ -528,17 +478,8 @@ def dreambooth_lora_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def dreambooth_lora(folder: Path) -> Result:
-    return dreambooth_lora_run(folder)
-
-
-@cell
-def dreambooth_lora_resumed(folder: Path) -> Result:
-    return again(dreambooth_lora_run, folder, "checkpoint-3")
-
-
-def textual_inversion_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-3")
+def textual_inversion(folder: Path, **options: Any) -> Result:
     return diffusers_run(
         folder,
         "textual_inversion/textual_inversion.py",
@@ -551,17 +492,8 @@ def textual_inversion_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def textual_inversion(folder: Path) -> Result:
-    return textual_inversion_run(folder)
-
-
-@cell
-def textual_inversion_resumed(folder: Path) -> Result:
-    return again(textual_inversion_run, folder, "checkpoint-3")
-
-
-def controlnet_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-3")
+def controlnet(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         import datasets
 
@@ -579,17 +511,8 @@ def controlnet_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def controlnet(folder: Path) -> Result:
-    return controlnet_run(folder)
-
-
-@cell
-def controlnet_resumed(folder: Path) -> Result:
-    return again(controlnet_run, folder, "checkpoint-3")
-
-
-def train_unconditional_run(folder: Path, **options: Any) -> Result:
+@resumable("checkpoint-4")
+def train_unconditional(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         from diffusers import UNet2DModel
 
@@ -630,20 +553,11 @@ def train_unconditional_run(folder: Path, **options: Any) -> Result:
     )
 
 
-@cell
-def train_unconditional(folder: Path) -> Result:
-    return train_unconditional_run(folder)
-
-
-@cell
-def train_unconditional_resumed(folder: Path) -> Result:
-    return again(train_unconditional_run, folder, "checkpoint-4")
-
-
 PEFT = "peft/examples"
 
 
-def feature_extraction_run(folder: Path, **options: Any) -> Result:
+@resumable("step_3")
+def feature_extraction(folder: Path, **options: Any) -> Result:
     def write(folder: Path) -> None:
         model_in(
             folder, transformers.BertModel, transformers.BertConfig(**SMALL | {"max_position_embeddings": 80})
@@ -666,16 +580,6 @@ def feature_extraction_run(folder: Path, **options: Any) -> Result:
         gradient_accumulation_steps=2,
         **SHORT | options,
     )
-
-
-@cell
-def feature_extraction(folder: Path) -> Result:
-    return feature_extraction_run(folder)
-
-
-@cell
-def feature_extraction_resumed(folder: Path) -> Result:
-    return again(feature_extraction_run, folder, "step_3")
 
 
 @cell
@@ -710,17 +614,8 @@ def conditional_generation(folder: Path) -> Result:
     """It calls backward of the loss itself."""
 
     def write(folder: Path) -> None:
-        config = transformers.T5Config(
-            vocab_size=72,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-        model_in(folder, transformers.T5ForConditionalGeneration, config).rename(folder / "t5-base")
+        model = model_in(folder, transformers.T5ForConditionalGeneration, transformers.T5Config(**SMALL_T5))
+        model.rename(folder / "t5-base")
         data = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
         data.mkdir(parents=True)
         for name, count in (("train", 64), ("val", 20)):

@@ -107,9 +107,9 @@ def train(folder: Path, expected: str | None = None, resume: Path | None = None,
                 folder,
                 **{
                     "eval_strategy": "steps",
-                    "eval_steps": 10,
+                    "eval_steps": 4,
                     "save_strategy": "steps",
-                    "save_steps": 10,
+                    "save_steps": 4,
                     "learning_rate": 0.02,
                     "max_grad_norm": 0.5,
                     **given,
@@ -145,7 +145,7 @@ def whole_last(folder: Path) -> Result:
 def last_fsdp(folder: Path) -> Result:
     """Whose checkpoints have the model alone."""
     result = train(folder, "zero=3", fsdp=True, save_only_model=True)
-    found = {path.name for path in (folder / "checkpoint-10").iterdir()}
+    found = {path.name for path in (folder / "checkpoint-4").iterdir()}
     assert "model.safetensors" in found and not any(name.startswith("optimizer") for name in found), found
     return result
 
@@ -163,7 +163,7 @@ def last_taken_up_deepspeed(folder: Path) -> Result:
 
 
 def _origin(name: str) -> Path:
-    return Path(os.environ["CELLS_FROM"]) / name / "checkpoint-10"
+    return Path(os.environ["CELLS_FROM"]) / name / "checkpoint-4"
 
 
 def _add(name: str, arguments: Callable[[Path], dict[str, Any]], expected: str) -> None:

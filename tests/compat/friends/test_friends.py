@@ -8,19 +8,7 @@ import pytest
 
 from tests.compat.friends.compare import difference
 from tests.compat.friends.packages import deepspeed_package
-from tests.compat.friends.runs import (
-    MOST,
-    RESUMED,
-    SOME_SHARDED,
-    WHOLE,
-    close_to_whole,
-    end,
-    far,
-    on_one,
-    resumed_like_whole,
-    sharded_cells,
-    start,
-)
+from tests.compat.friends.runs import MOST, end, far, start
 
 ALONE = """
     trainer/plain trainer/saved trainer/resumed trainer/lora trainer/t5 trl/sft trl/grpo embedding/ranking
@@ -29,7 +17,7 @@ ALONE = """
 ALONE_AGAIN = """
     trainer/epochs trainer/bf16 trainer/best trainer/workers trainer/by_length trainer/by_length_dropout
     trainer/recompute trainer/ia3 trainer/prompt trainer/classification trl/sft_lora trl/dpo trl/dpo_lora trl/kto
-    trl/reward trl/rloo embedding/cached_ranking embedding/similarity diffusion/sampled diffusion/without_average
+    trl/reward trl/rloo embedding/cached_ranking embedding/similarity
 """
 ARGUMENTS = "gathered_objects num_steps"
 ARGUMENTS_AGAIN = """
@@ -53,20 +41,17 @@ EXPERIMENTAL = "orpo cpo tpo online_dpo gkd distillation sdft gmpo a2po sdpo"
 ALONE += " ".join(f" argument/argument_{name}" for name in ARGUMENTS.split())
 ALONE_AGAIN += " ".join(f" argument/argument_{name}" for name in ARGUMENTS_AGAIN.split())
 ALONE_AGAIN += " ".join(f" experimental/{name}" for name in EXPERIMENTAL.split())
-TOGETHER = "trainer/plain trainer/kept trainer/taken_up trl/grpo diffusion/unconditional"
+TOGETHER = "trainer/kept trainer/taken_up"
 """On two processes under DDP, with Accelerate as well."""
 TOGETHER_AGAIN = """
     trainer/plain trainer/kept trainer/taken_up trainer/epochs trainer/workers trainer/by_length
     trainer/by_length_dropout trainer/best trainer/saved trainer/resumed trainer/recompute trainer/lora trainer/ia3
     trainer/prompt trainer/t5 trainer/classification trl/sft trl/sft_lora trl/dpo trl/dpo_lora trl/kto trl/reward
     trl/grpo trl/rloo embedding/ranking embedding/cached_ranking embedding/similarity diffusion/unconditional
-    diffusion/without_average
 """
 # Of two numbers near zero: tpo.
 EXPERIMENTAL_SHARDED = " ".join(f"experimental/{name}" for name in EXPERIMENTAL.split() if name != "tpo")
-SHARDED = """
-    trainer/plain/zero=1 trainer/kept/zero=3 trainer/taken_up/zero=3 diffusion/unconditional/zero=3
-"""
+SHARDED = "trainer/kept/zero=3 trainer/taken_up/zero=3"
 EVERY_STAGE = " ".join(
     f"{word}/zero={stage}"
     for stage in (1, 2, 3)
@@ -74,6 +59,13 @@ EVERY_STAGE = " ".join(
 )
 TOGETHER_AGAIN += " ".join(f" argument/argument_{name}" for name in ARGUMENTS_TOGETHER.split())
 TOGETHER_AGAIN += " ".join(f" experimental/{name}" for name in EXPERIMENTAL.split())
+BY_ARGUMENTS = "fsdp_full_shard last_fsdp deepspeed_2 deepspeed_3"
+"""Sharded by ``fsdp=`` and ``deepspeed=`` of ``TrainingArguments``, which there train by DDP."""
+BY_ARGUMENTS_AGAIN = f"""
+    {BY_ARGUMENTS} fsdp_shard_grad_op fsdp_reshard fsdp_offload fsdp_by_size fsdp_no_wrap fsdp_recompute fsdp_version_1
+    fsdp_version_1_grad fsdp_sharded_states deepspeed_none deepspeed_1 deepspeed_2_offload deepspeed_3_offload
+"""
+RESUMED = "sharded/last_taken_up_deepspeed sharded/last_taken_up_fsdp/zero=3"
 
 
 @pytest.fixture(autouse=True)
@@ -97,24 +89,34 @@ def test_one_process_trains_bit_for_bit_as_with_accelerate(words: str, tmp_path:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("together", "sharded"),
-    [(TOGETHER, SHARDED), pytest.param(TOGETHER_AGAIN, EVERY_STAGE, marks=pytest.mark.exhaustive)],
+    ("together", "sharded", "by_arguments"),
+    [
+        (TOGETHER, SHARDED, BY_ARGUMENTS),
+        pytest.param(TOGETHER_AGAIN, EVERY_STAGE, BY_ARGUMENTS_AGAIN, marks=pytest.mark.exhaustive),
+    ],
     ids=["some", "all"],
 )
 def test_two_processes_and_shards_train_as_with_accelerate_and_resume_on_one(
-    together: str, sharded: str, tmp_path: Path
+    together: str, sharded: str, by_arguments: str, tmp_path: Path
 ) -> None:
     here, there, alone = tmp_path / "here", tmp_path / "there", tmp_path / "alone"
-    goes_on, package = "diffusion/unconditional_resumed", deepspeed_package(tmp_path)
-    words = f"{together} {goes_on} {sharded} {sharded_cells(SOME_SHARDED)}"
+    package = deepspeed_package(tmp_path)
+    words = " ".join([together, sharded, *(f"sharded/{word}" for word in by_arguments.split())])
+    whole = "sharded/whole sharded/whole_last"
     # There the last cell of diffusers leaves the group, which gloo does not always find again.
-    end(start(words, here, True, 2, packages=package), start(f"{WHOLE} {together}", there, False, 2))
+    end(start(words, here, True, 2, packages=package), start(f"{whole} {together}", there, False, 2))
     assert far(together, here, there, "ddp") == []
-    assert far(goes_on, here, here, "ddp") == []
     assert far(sharded, here, there, "zero") == []
-    close_to_whole(SOME_SHARDED, here, there)
-    # One process goes on from two.
-    end(start(f"trainer/taken_up/zero=3 {RESUMED}", alone, True, 1, packages=package, **on_one(here)))
+    for word in by_arguments.split():
+        far_from_whole = difference(
+            here / word, there / ("whole_last" if word.startswith("last") else "whole")
+        )
+        assert max(far_from_whole) <= MOST["zero"], word
+    # One process goes on from two, with as many samples in a step: twice the windows.
+    again = {"CELLS_FROM": str(here), "CELLS_WINDOW": "4"}
+    end(start(f"trainer/taken_up/zero=3 {RESUMED}", alone, True, 1, packages=package, **again))
     # Means over other evaluation batches differ, weights do not.
-    assert difference(alone / "taken_up-zero=3", there / "taken_up")[1] <= MOST["zero"]
-    resumed_like_whole(alone, there)
+    for word in f"trainer/taken_up/zero=3 {RESUMED}".split():
+        name = word.partition("/")[2].replace("/", "-")
+        other = "taken_up" if word.startswith("trainer") else "whole_last"
+        assert difference(alone / name, there / other)[1] <= MOST["zero"], word

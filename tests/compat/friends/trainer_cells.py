@@ -42,7 +42,7 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
             "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 4,
             "gradient_accumulation_steps": int(os.environ.get("CELLS_WINDOW", "2")),
-            "max_steps": 30,
+            "max_steps": 12,
             "learning_rate": 1e-3,
             # Some biases have a gradient of zero but for rounding, which Adam would make a step of full size.
             "adam_epsilon": 1e-5,
@@ -76,7 +76,7 @@ def train(folder: Path, resume: str | None = None, model: Any = None, **given: A
 @cell
 def plain(folder: Path) -> Result:
     """Dropout, accumulation, clipping, evaluation."""
-    return train(folder, max_grad_norm=0.5, eval_strategy="steps", eval_steps=10)
+    return train(folder, max_steps=30, max_grad_norm=0.5, eval_strategy="steps", eval_steps=10)
 
 
 @cell
@@ -124,9 +124,9 @@ def best(folder: Path) -> Result:
         folder,
         load_best_model_at_end=True,
         eval_strategy="steps",
-        eval_steps=10,
+        eval_steps=4,
         save_strategy="steps",
-        save_steps=10,
+        save_steps=4,
         learning_rate=0.02,
         save_total_limit=1,
     )
@@ -134,38 +134,32 @@ def best(folder: Path) -> Result:
 
 @cell
 def saved(folder: Path) -> Result:
-    """Leaves ``checkpoint-10`` and ``checkpoint-20``."""
-    return train(folder, save_strategy="steps", save_steps=10)
+    """Leaves ``checkpoint-4`` and ``checkpoint-8``."""
+    return train(folder, save_strategy="steps", save_steps=4)
 
 
 @cell
 def resumed(folder: Path) -> Result:
     """Goes on from the first checkpoint of ``saved``."""
     origin = folder.parent / folder.name.replace("resumed", "saved")
-    return train(folder, resume=str(origin / "checkpoint-10"))
+    return train(folder, resume=str(origin / "checkpoint-4"))
 
 
 @cell
 def kept(folder: Path) -> Result:
     """As ``saved``, without dropout: of that, other numbers of processes draw other masks."""
-    return train(folder, model=gpt2(dropout=0.0), save_strategy="steps", save_steps=10)
+    return train(folder, model=gpt2(dropout=0.0), save_strategy="steps", save_steps=4)
 
 
 @cell
 def taken_up(folder: Path) -> Result:
     origin = Path(os.environ.get("CELLS_FROM", folder.parent)) / folder.name.replace("taken_up", "kept")
-    return train(folder, model=gpt2(dropout=0.0), resume=str(origin / "checkpoint-10"))
+    return train(folder, model=gpt2(dropout=0.0), resume=str(origin / "checkpoint-4"))
 
 
 @cell
 def recompute(folder: Path) -> Result:
     return train(folder, gradient_checkpointing=True)
-
-
-@cell
-def fsdp(folder: Path) -> Result:
-    """``fsdp=`` among the arguments; one process and Accelerate on CPUs: not sharded."""
-    return train(folder, **({"fsdp": True} if os.environ.get("CELLS_FSDP") else {}))
 
 
 def lora_model() -> Any:
@@ -227,7 +221,7 @@ def t5(folder: Path) -> Result:
                 Seq2SeqTrainingArguments,
                 predict_with_generate=True,
                 generation_max_length=6,
-                max_steps=15,
+                max_steps=6,
             ),
             train_dataset=Tokens(48, 1),
             eval_dataset=Tokens(11, 2),
@@ -263,7 +257,7 @@ def classification(folder: Path) -> Result:
     trainer = quiet(
         Trainer(
             model=transformers.BertForSequenceClassification(config),
-            args=arguments(folder, eval_strategy="steps", eval_steps=15),
+            args=arguments(folder, eval_strategy="steps", eval_steps=6),
             train_dataset=Labelled(48, 1, 4, 12),
             eval_dataset=Labelled(11, 2, 4, 12),
             data_collator=collate,

@@ -17,7 +17,7 @@ def settings(folder: Path, **given: Any) -> dict[str, Any]:
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "max_steps": 12,
+        "max_steps": 6,
         "learning_rate": 1e-3,
         "adam_epsilon": 1e-5,
         "logging_steps": 1,

@@ -3,7 +3,7 @@
 - ``pools``: raw texts for each setting, and what each means; ``WRONG`` ones must be refused.
 - ``each``: each of these texts by itself, and hostile files: none is left to chance.
 - ``files``: random YAML, DeepSpeed JSON and hostfiles made from them, and damaged bytes.
-- ``lines``, ``commands``: random ``parallel`` lines, environments, command lines.
+- ``lines``, ``commands``: words of ``parallel`` lines, and flags.
 - ``judge``: what must hold of whatever is accepted, written from the documentation alone.
 - ``readers``: what reads each kind.
 - ``trial``: one input, run and judged.

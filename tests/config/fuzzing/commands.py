@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.config.fuzzing.pools import ANY, RUN, Pool, Raw, integers, split, words
+from tests.config.fuzzing.pools import ANY, RUN, Pool, Raw, integers, words
 
 
 def value_of(raw: Raw) -> str:
@@ -25,25 +25,6 @@ CONFIG_FLAGS = {
         *("mixed_precision", "gradient_accumulation_steps", "parallel"),
     )
 } | {"cpu": RUN["use_cpu"]}
-
-
-SCHEDULE_FLAGS = {
-    "ranks": integers(2, 4, 8, more="1000000000"),
-    "micro_batches": integers(8, 16, 24),
-    "stages_per_rank": integers(1, 2, low=0),
-    "times": words(
-        {"'1,2'": ANY, "'1,1,1'": ANY, "'0.5,1.5'": ANY},
-        "1 | '1,x' | '1,2,3,4' | '0,1' | '-1,2' | 'nan,1' | 'inf,1' | '1,1e9' | ',' | '' | 1,,2",
-    ),
-}
-
-
-NO_CHECKPOINTS = split(
-    "missing | folder | folder/file | nul\0 | - | -- | \x1b[31m | a\nb | . | s3:// | s3:///x | nope://bucket/x | file://x",
-    "~nobody_q/x | folder/file/below | é",
-    "",
-    "x" * 300,
-)
 
 
 LAUNCH_FLAGS: dict[str, Pool] = {

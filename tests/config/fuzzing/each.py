@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 
 from tests.config.fuzzing.commands import (
     CONFIG_FLAGS,
     LAUNCH_FLAGS,
     LAUNCHES,
-    NO_CHECKPOINTS,
-    SCHEDULE_FLAGS,
     SWITCHES,
     value_of,
 )
 from tests.config.fuzzing.files import HOSTILE_JSON, HOSTILE_YAML, JSON_LEAVES, WRONG_LINES, in_json
-from tests.config.fuzzing.lines import ALWAYS_READ, VARIABLES, WORDS
+from tests.config.fuzzing.lines import WORDS
 from tests.config.fuzzing.pools import (
     ACCELERATE,
     ANY,
@@ -53,10 +50,6 @@ def in_line(given: Input, name: str, text: str) -> None:
     given.argv = [f"{name}={text}"]
 
 
-def in_environment(given: Input, name: str, text: str) -> None:
-    given.environ[name] = text
-
-
 def after(*command: str, last: tuple[str, ...] = ()) -> Callable[[Input, str, str], None]:
     def write(given: Input, name: str, text: str) -> None:
         given.argv = [*command, f"--{name.replace('_', '-')}={value_of(Raw(text, ANY))}", *last]
@@ -91,15 +84,6 @@ def hostile() -> Iterator[Input]:
     yield from (Input("hostfile", f"first slots=2\n{line}\n".encode(), wrong=True) for line in WRONG_LINES)
 
 
-def checkpoints() -> Iterator[Input]:
-    """On what is no checkpoint; nothing of it may succeed."""
-    for verb, place in product(
-        ("verify", "show", "merge", "convert", "import-pickle", "burn"), NO_CHECKPOINTS
-    ):
-        last = ["out"] if verb in ("merge", "convert", "import-pickle") else []
-        yield Input("lockstep checkpoint", argv=["checkpoint", verb, place, *last], wrong=True)
-
-
 def launches() -> Iterator[Input]:
     for line, means in LAUNCHES:
         yield Input("lockstep launch", argv=["launch", "--dry-run", *line.split(), "train.py"], means=means)
@@ -113,9 +97,11 @@ def with_values(pools: Mapping[str, Pool]) -> dict[str, Pool]:
 
 
 def stands_alone(given: Input) -> bool:
-    """Whether what is right must be accepted too: settings of files and variables need no others, but for machines."""
-    in_files = ("YAML", "Accelerate's YAML", "DeepSpeed JSON", "environment")
-    return given.kind in in_files and not {"num_machines", "machine_rank"} & set(given.means)
+    """Whether what is right must be accepted too: settings of files need no others, but for machines."""
+    return given.kind in ("YAML", "Accelerate's YAML", "DeepSpeed JSON") and not {
+        "num_machines",
+        "machine_rank",
+    } & set(given.means)
 
 
 def inputs() -> Iterator[Input]:
@@ -125,15 +111,12 @@ def inputs() -> Iterator[Input]:
     yield from said("Accelerate's YAML", DEEPSPEED, section("deepspeed", DEEPSPEED_SAYS))
     yield from leaves()
     yield from hostile()
-    yield from checkpoints()
     yield from launches()
     hosts = b"worker-1 slots=4  # first\r\n\n# comment\n10.0.0.2\tslots=1\nn3.cluster\n"
     yield Input("hostfile", hosts, means={"hosts": {"worker-1": 4, "10.0.0.2": 1, "n3.cluster": None}})
     yield from said("parallel", WORDS, in_line)
-    yield from said("environment", {name: VARIABLES[name] for name in ALWAYS_READ}, in_environment)
     config = ("config", "--yes", "--force", "--config-file", "out.yaml")
     yield from said("lockstep config", with_values(CONFIG_FLAGS), after(*config))
-    yield from said("lockstep schedule", SCHEDULE_FLAGS, after("schedule", "1f1b", "--json"))
     yield from said(
         "lockstep launch", with_values(LAUNCH_FLAGS), after("launch", "--dry-run", last=("train.py",))
     )

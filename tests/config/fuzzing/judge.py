@@ -104,18 +104,6 @@ def same(found: Any, meant: Any) -> bool:
     return bool(found == meant) or str(found) == str(meant)
 
 
-def nonsense_in_place(place: Any) -> str | None:
-    """Of what a process finds out about its rank."""
-    if not (
-        0 <= place.rank < place.world_size
-        and 0 <= place.local_rank < place.local_world_size <= place.world_size
-    ):
-        return f"{place} was accepted"
-    if place.master_port is not None and not 0 <= place.master_port <= 65535:
-        return f"port {place.master_port} was accepted"
-    return None
-
-
 def complaint_about_output(code: int, out: str, err: str) -> str | None:
     """Of what a command printed: no traceback, one error when it fails, nothing for the terminal to obey."""
     if code not in (0, 1, 2):

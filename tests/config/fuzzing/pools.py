@@ -30,7 +30,7 @@ class Pool:
 
 @dataclass
 class Input:
-    """Something to read: of a file its ``content``, of a command line ``argv``, of an environment ``environ``.
+    """Something to read: of a file its ``content``, of a command line ``argv``.
 
     ``means`` has the meaning of what was said by name; ``wrong`` is True where something in it must be refused.
     """
@@ -38,7 +38,6 @@ class Input:
     kind: str
     content: bytes = b""
     argv: list[str] = field(default_factory=list)
-    environ: dict[str, str] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
     wrong: bool = False
 
@@ -191,8 +190,6 @@ RUN: dict[str, Pool] = {
     "dynamo_use_dynamic": TRUTHS,
     "dynamo_use_regional_compilation": TRUTHS,
 }
-
-NOTHING = ("null", "", "~")
 
 # keys that Accelerate writes beside those
 ACCELERATE: dict[str, Pool] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,23 +12,16 @@ from unittest.mock import patch
 import yaml
 
 from lockstep.cli import run_lockstep
-from lockstep.compat import external_settings
 from lockstep.compat.accelerate import load
 from lockstep.compat.deepspeed import from_deepspeed
 from lockstep.config import (
-    control_endpoint,
-    process_environment,
     read_hostfile,
-    user_config_file,
-    worker_settings,
 )
-from lockstep.control import Secret
 from lockstep.utils import Parallel
 from tests.config.fuzzing.judge import (
     complaint_about_output,
     differs,
     nonsense_in_line,
-    nonsense_in_place,
     nonsense_in_settings,
 )
 from tests.config.fuzzing.lines import WORDS
@@ -109,27 +100,6 @@ def _parallel(given: Input) -> Verdict:
     return True, nonsense_in_line(given.argv[0]) or differs(given, values)
 
 
-def _environment(given: Input) -> Verdict:
-    settings = worker_settings({}, given.environ)
-    kept = dict(os.environ)
-    try:
-        os.environ.update(given.environ)
-        endpoint, place = control_endpoint(), process_environment()
-        if endpoint is not None and not (
-            endpoint.host and 0 < endpoint.port < 65536 and Secret.from_hex(endpoint.secret_hex)
-        ):
-            return True, f"{endpoint} was accepted"
-        user_config_file()
-        external_settings(None, None, None, None)
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-    values = {f"LOCKSTEP_{name.upper()}": setting.value for name, setting in settings.items()}
-    values["LOCKSTEP_USE_CPU"] = settings["cpu"].value
-    values |= {"RANK": place.rank, "WORLD_SIZE": place.world_size} if place.distributed else {}
-    return True, nonsense_in_place(place) or differs(given, values)
-
-
 def read_command(given: Input) -> Verdict:
     Path("out.yaml").unlink(missing_ok=True)
     with nothing_started() if given.kind == "lockstep launch" else nullcontext():
@@ -177,20 +147,6 @@ def _written(given: Input, _out: str) -> str | None:
     return nonsense_in_settings(settings) or differs(given, settings, NAMES)
 
 
-def _scheduled(given: Input, out: str) -> str | None:
-    if "--json" not in given.argv:
-        return None
-    facts = json.loads(out)
-    wrong = differs(given, facts | {"name": facts["schedule"]})
-    if wrong is None and not 0 <= facts["bubble"] < 1:
-        wrong = f"a bubble of {facts['bubble']}"
-    if wrong is None and facts["schedule"] == "gpipe":  # Huang et al., 2019
-        p, m = facts["ranks"], facts["micro_batches"]
-        if abs(facts["bubble"] - (p - 1) / (m + p - 1)) > 1e-9:
-            wrong = f"a bubble of {facts['bubble']}"
-    return wrong
-
-
 def _launched(given: Input, out: str) -> str | None:
     """The end of a plan has ``name value origin`` in each line."""
     if "--k8s" in given.argv:
@@ -227,10 +183,8 @@ READERS: dict[str, Callable[[Input], Verdict]] = {
     "damaged JSON": _deepspeed,
     "hostfile": _hostfile,
     "parallel": _parallel,
-    "environment": _environment,
 }
 PRINTED: dict[str, Callable[[Input, str], str | None]] = {
     "lockstep config": _written,
-    "lockstep schedule": _scheduled,
     "lockstep launch": _launched,
 }

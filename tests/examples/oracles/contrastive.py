@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def results(recipe: ModuleType, epochs: int) -> list[float]:
     """Loss and accuracy of the last epoch."""
@@ -17,9 +19,7 @@ def results(recipe: ModuleType, epochs: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(epochs):
         for images, _ in train:
-            loss(*model(images)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(loss(*model(images)), optimizer)
         ((images, _),) = DataLoader(test, len(test))
         with torch.no_grad():
             upper, lower, scale = model(images)

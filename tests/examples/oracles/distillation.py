@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses_and_accuracies(recipe: ModuleType, epochs: int) -> list[float]:
     training, test = recipe.digit_images()
@@ -32,9 +34,7 @@ def losses_and_accuracies(recipe: ModuleType, epochs: int) -> list[float]:
         of_epoch = []
         for x, y in loader:
             of_rows = rows(x, y)
-            of_rows.mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(of_rows.mean(), optimizer)
             of_epoch.append(of_rows.detach())
         found += [torch.cat(of_epoch).mean().item(), percent_right(student)]
     return [*found, percent_right(teacher)]

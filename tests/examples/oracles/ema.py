@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses(recipe: ModuleType, epochs: int) -> list[float]:
     """After each epoch, of the weights and of their average."""
@@ -21,9 +23,7 @@ def losses(recipe: ModuleType, epochs: int) -> list[float]:
     loader = DataLoader(training, 64, shuffle=True)
     for _ in range(epochs):
         for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(F.cross_entropy(model(x), y), optimizer)
             for name, parameter in model.named_parameters():
                 average[name] = 0.95 * average[name] + 0.05 * parameter.detach()
         for weights in ({}, average):

@@ -7,6 +7,8 @@ from types import ModuleType
 import torch
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses(recipe: ModuleType, steps: int, length: int) -> list[float]:
     torch.manual_seed(0)
@@ -16,9 +18,6 @@ def losses(recipe: ModuleType, steps: int, length: int) -> list[float]:
     found = []
     for _, tokens in zip(range(steps), loader, strict=False):
         loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(loss, optimizer, clip=model.parameters())
         found.append(loss.item())
     return found

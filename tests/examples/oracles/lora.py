@@ -7,6 +7,8 @@ from types import ModuleType
 import torch
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses(recipe: ModuleType, epochs: int, windows: int) -> list[float]:
     """Of each epoch; and that of the last once more, which the merged model must have."""
@@ -19,10 +21,7 @@ def losses(recipe: ModuleType, epochs: int, windows: int) -> list[float]:
     for _ in range(epochs):
         model.train()
         for batch in train:
-            next_byte_loss(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(next_byte_loss(model, batch), optimizer, clip=trained)
         model.eval()
         (batch,) = validation
         with torch.no_grad():

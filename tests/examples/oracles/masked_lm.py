@@ -7,6 +7,8 @@ from types import ModuleType
 import torch
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses(recipe: ModuleType, epochs: int, windows: int) -> list[float]:
     torch.manual_seed(0)
@@ -20,9 +22,8 @@ def losses(recipe: ModuleType, epochs: int, windows: int) -> list[float]:
         data.set_epoch(epoch)
         model.train()
         for inputs, labels in loader:
-            model(input_ids=inputs, labels=labels).loss.backward()  # transformers' mean over hidden bytes
-            optimizer.step()
-            optimizer.zero_grad()
+            # transformers' mean over hidden bytes
+            step(model(input_ids=inputs, labels=labels).loss, optimizer)
         model.eval()
         with torch.no_grad():
             ((inputs, labels),) = DataLoader(validation, len(validation))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def losses(recipe: ModuleType, epochs: int) -> list[float]:
     torch.manual_seed(0)
@@ -19,9 +21,7 @@ def losses(recipe: ModuleType, epochs: int) -> list[float]:
         of_epoch = []
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
-            (loss + 0.02 * recipe.load_balance_loss(model)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(loss + 0.02 * recipe.load_balance_loss(model), optimizer)
             of_epoch.append(loss.detach())
         found.append(torch.stack(of_epoch).mean().item())
     return found

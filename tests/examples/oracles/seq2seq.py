@@ -7,6 +7,8 @@ from types import ModuleType
 import torch
 from torch.utils.data import DataLoader
 
+from tests.examples.oracles.steps import step
+
 
 def results(recipe: ModuleType, epochs: int, questions: int) -> list[float]:
     """Of each epoch: loss, share of right answers, digits an answer."""
@@ -20,10 +22,7 @@ def results(recipe: ModuleType, epochs: int, questions: int) -> list[float]:
     for _ in range(epochs):
         model.train()
         for batch in train:
-            model(**batch).loss.backward()  # transformers' mean over tokens
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model(**batch).loss, optimizer, clip=model.parameters())  # transformers' mean over tokens
         model.eval()
         (batch,) = validation
         with torch.no_grad():
