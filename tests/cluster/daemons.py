@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.training import free_port
+from lockstep.testing import free_port
 
 START_LIMIT_S = 30.0
 FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"

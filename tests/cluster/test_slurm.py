@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import free_port
 from tests.cluster.daemons import slurm
 from tests.launch import training
 from tests.launch.fakes import CANARY, canaries
@@ -50,7 +51,7 @@ def call(cluster: dict[str, str], *words: object, **extra: str) -> subprocess.Co
 
 def job_of(*words: object) -> list[object]:
     """The command that submits a job on two nodes."""
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     return [*COMMAND, "--slurm", "--nnodes", 2, "--nproc", 1, "--rdzv", meeting, "--cpu", *words]
 
 
@@ -60,7 +61,7 @@ def test_a_step_on_two_nodes_trains(
     monkeypatch.chdir(tmp_path)
     training.write_script(tmp_path)
     words = ["a b", "$(touch pwned)", "'\"\n;`x`", "-o", "é"]
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     line = [*COMMAND, "--slurm", "--nproc", 1, "--rdzv", meeting, "--cpu", "train.py", *words]
     done = call(cluster, "salloc", "-Q", "-N2", *line, **canaries())
     assert done.returncode == training.EXIT_CODE, done.stderr
@@ -113,7 +114,7 @@ def test_killing_the_launcher_ends_the_workers_on_all_nodes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pids").mkdir()
     script = "import os, time; open(f'pids/{os.getpid()}', 'w').close(); time.sleep(600)"
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     line = [
         *COMMAND,
         "--slurm",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import free_port
 from tests.cluster.daemons import program, sshd
 from tests.launch import training
 from tests.launch.fakes import CANARY, canaries
@@ -38,7 +39,7 @@ def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def test_two_hosts_train_together(tmp_path: Path) -> None:
     training.write_script(tmp_path)
     words = ["a b", "$(touch pwned)", "'\"\n;`x`", "-o", "é"]
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     line = ["--hosts", "hosta:1,hostb:1", "--rdzv", meeting, "--cpu", "train.py", *words]
     done = run(*line, OMP_NUM_THREADS="1", **canaries())
     assert done.returncode == training.EXIT_CODE, done.stderr
@@ -52,7 +53,7 @@ def test_two_hosts_train_together(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_hosts")
 def test_killing_the_launcher_ends_the_workers(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     launcher = start(
         "--hosts", "hosta:1,hostb:1", "--rdzv", meeting, "--no-python", sys.executable, "-c", WAITING
     )

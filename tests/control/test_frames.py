@@ -64,13 +64,6 @@ def test_one_changed_byte_is_never_read_as_a_message(messages: list[Any], data: 
     assert got == messages[: len(got)] and len(got) < len(messages)  # those before the change, no other
 
 
-@examples(300)
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_give_no_message_and_no_other_error(content: bytes) -> None:
-    with contextlib.suppress(ControlError):
-        assert list(reader().messages(content)) == []
-
-
 @examples(120)
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_a_signed_payload_is_a_message_only_if_it_is_an_object(payload: bytes) -> None:

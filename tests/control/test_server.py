@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -12,18 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
 from lockstep.control import MAX_QUEUED_BYTES, Client, ControlConnection, Secret, Server, new_secret
 from lockstep.errors import ConfigError, ControlError
 from tests.control.oracle import Echo, PlainClient, comes_true, frame, serving
-from tests.marks import examples
 from tests.refusals import expect_refusal
 
 RAW = bytes(range(32))
@@ -46,27 +42,6 @@ def test_messages_go_both_ways_with_a_client_that_knows_only_the_description() -
         client.close()
         assert comes_true(lambda: len(echo.lost_peers) == 1)
         assert echo.lost_peers[0].data == {"messages": 3} and echo.lost_peers[0].address[0] == "127.0.0.1"
-
-
-def test_fifty_clients_at_once_are_answered_in_order_and_lost_once_each() -> None:
-    echo = Echo()
-
-    def talk(number: int) -> list[Any]:
-        with Client(server.address, SECRET, 10) as client:
-            for i in range(20):
-                client.send({"kind": "echo.ask", "who": number, "i": i})
-            answers = [client.receive(10) for _ in range(20)]
-            assert client.receive(0) is None
-        return answers
-
-    with serving(echo, SECRET) as server, ThreadPoolExecutor(50) as pool:
-        for number, answers in enumerate(pool.map(talk, range(50))):
-            assert answers == [
-                {"kind": "echo.ask", "who": number, "i": i, "answered": i + 1} for i in range(20)
-            ]
-        assert comes_true(lambda: len(echo.lost_peers) == 50)
-        time.sleep(0.3)
-        assert len({id(peer) for peer in echo.lost_peers}) == len(echo.lost_peers) == 50
 
 
 @pytest.mark.parametrize("secret", [new_secret(), Secret(b"")])
@@ -132,27 +107,6 @@ def test_an_authentic_frame_that_is_no_message_for_a_handler_ends_the_connection
         assert client.was_dropped() and echo.messages == []
 
 
-@pytest.fixture(scope="module")
-def busy_server() -> Any:
-    echo = Echo()
-    with serving(echo, SECRET) as server, Client(server.address, SECRET, 5) as bystander:
-        yield server, bystander, echo
-
-
-@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.binary(max_size=400), after_handshake=st.booleans())
-def test_garbage_disturbs_nobody(busy_server: Any, content: bytes, after_handshake: bool) -> None:
-    server, bystander, echo = busy_server
-    before = len(echo.messages)
-    client = PlainClient(server.address)
-    if after_handshake:
-        client.shake_hands(RAW)
-    client.socket.sendall(content)
-    client.close()
-    assert ask(bystander, "undisturbed")["text"] == "undisturbed"
-    assert len(echo.messages) == before + 1
-
-
 def test_silent_connections_are_dropped_after_five_seconds_and_meanwhile_block_nobody() -> None:
     echo = Echo()
     with serving(echo, SECRET) as server:
@@ -188,33 +142,6 @@ def test_a_flood_of_strangers_keeps_out_neither_clients_nor_takes_every_descript
             one.close()
 
 
-def test_without_descriptors_the_server_waits_and_goes_on() -> None:
-    with serving(Echo(), SECRET) as server, Client(server.address, SECRET, 5) as client:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        late = socket.socket()
-        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        fillers = []
-        try:
-            while True:
-                fillers.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
-        try:
-            late.settimeout(5)
-            late.connect(server.address)  # in the backlog: no descriptor for the server's end
-            used = time.thread_time(), time.process_time()
-            time.sleep(0.5)
-            assert time.process_time() - used[1] < 0.25  # it does not spin
-            assert ask(client, "served")["text"] == "served"
-        finally:
-            for descriptor in fillers:
-                os.close(descriptor)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert late.recv(16) == b"lockstep link 1\n"
-        late.close()
-
-
 class Flooding(Echo):
     """Sends a peer who asks for it more than any queue holds."""
 
@@ -239,19 +166,6 @@ def test_a_reader_too_slow_is_dropped_at_a_bounded_queue_and_blocks_nobody() -> 
         assert 0 < handler.most_queued <= MAX_QUEUED_BYTES
         assert ask(bystander, "served")["answered"] == 1 and time.monotonic() - began < 10
         assert slow.was_dropped()
-
-
-def test_a_reader_that_keeps_up_gets_what_does_not_fit_into_the_kernel_at_once() -> None:
-    class Sending(Echo):
-        def received(self, peer: ControlConnection, message: Mapping[str, Any]) -> None:
-            for i in range(30):
-                peer.send({"i": i, "filler": "x" * 120_000})
-
-    with serving(Sending(), SECRET) as server, Client(server.address, SECRET, 5) as client:
-        client.send({"kind": "echo.go"})
-        time.sleep(0.2)
-        got = [client.receive(5) for _ in range(30)]
-        assert [message["i"] for message in got if message] == list(range(30))
 
 
 class Faulty(Echo):
@@ -319,39 +233,18 @@ def test_all_handlers_are_called_in_one_thread_which_also_ticks_and_runs_calls()
     server.close()
 
 
-def test_what_was_sent_before_the_server_closed_still_arrives_and_no_loss_is_told() -> None:
-    echo = Echo()
-    with serving(echo, SECRET) as server:
-        client = Client(server.address, SECRET, 5)
-        ask(client, "hello")
-        peer = server.call(lambda: next(iter(server._peers)))
-        peer.send({"last": "words " + "x" * 900_000})  # from another thread
-        server.close()
-        message = client.receive(5)
-        assert message is not None and message["last"].startswith("words")
-        with pytest.raises(ControlError):
-            client.receive(5)
-        assert echo.lost_peers == []
-        peer.send({"to": "nobody"})
-
-
 # -- addresses ---------------------------------------------------------------------------------------
 
 
 def listening(port: int) -> set[str]:
-    """The local addresses on which this port listens, from the kernel's tables."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            local, state = line.split()[1], line.split()[3]
-            if state == "0A" and int(local.split(":")[1], 16) == port:
-                found.add(local.split(":")[0])
-    return found
+    """The addresses on which this process listens at this port."""
+    sockets = psutil.Process().net_connections()
+    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
 
 
 def test_the_server_listens_on_the_named_address_alone() -> None:
     with serving(Echo(), SECRET, "127.0.0.2") as server:
-        assert server.address[0] == "127.0.0.2" and listening(server.address[1]) == {"0200007F"}
+        assert server.address[0] == "127.0.0.2" and listening(server.address[1]) == {"127.0.0.2"}
         with pytest.raises(ControlError):
             Client(("127.0.0.1", server.address[1]), SECRET, 2)
         Client(server.address, SECRET, 2).close()

@@ -63,10 +63,19 @@ MKL's compatible mode) they are 5e-7 in full precision; in 16 bits 1e-5 in losse
 """
 
 
-def measure(case: Case, run: Callable[..., Any]) -> dict[str, list[float]]:
-    """Train on all ranks; ``moved``: the norm of the weights' change, and its product with a fixed direction."""
-    results = run(train, case.world_size, case, timeout_s=150)
-    return measured(case, results[0], {n: p for result in results for n, p in result.parameters.items()})
+def measure(world_size: int, run: Callable[..., Any]) -> dict[Case, dict[str, list[float]]]:
+    """Train each case of so many ranks; ``moved``: the norm of the change of weights, and its product with a fixed
+    direction."""
+    cases = [case for case in CASES if case.world_size == world_size]
+    found = zip(*run(train_all, world_size, cases, timeout_s=300), strict=True)
+    return {
+        case: measured(case, results[0], {n: p for result in results for n, p in result.parameters.items()})
+        for case, results in zip(cases, found, strict=True)
+    }
+
+
+def train_all(cases: list[Case]) -> list[problem.Result]:
+    return [train(case) for case in cases]
 
 
 def plainly(case: Case) -> dict[str, list[float]]:

@@ -60,10 +60,15 @@ def test_there_are_forty_configurations() -> None:
     assert {str(case) for case in numbers.CASES} == read("numbers").keys()
 
 
-@pytest.mark.parametrize("case", numbers.CASES, ids=str)
-def test_five_steps_give_the_frozen_numbers(run_distributed: Any, case: Case) -> None:
-    found = numbers.measure(case, run_distributed)
-    assert is_recording({str(case): found}) or numbers.apart(case, found, read("numbers")[str(case)]) == []
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_five_steps_give_the_frozen_numbers(run_distributed: Any, world_size: int) -> None:
+    found = numbers.measure(world_size, run_distributed)
+    if not is_recording({str(case): one for case, one in found.items()}):
+        assert {str(case): far for case, one in found.items() if (far := apart_from_file(case, one))} == {}
+
+
+def apart_from_file(case: Case, found: dict[str, list[float]]) -> list[str]:
+    return numbers.apart(case, found, read("numbers")[str(case)])
 
 
 @pytest.mark.parametrize(
@@ -81,4 +86,4 @@ PLAIN = {(c.model, c.layers, c.accumulation, c.optimizer): c for c in numbers.CA
 
 @pytest.mark.parametrize("case", PLAIN.values(), ids=str)
 def test_the_frozen_numbers_are_plain_torchs(case: Case) -> None:
-    assert numbers.apart(case, read("numbers")[str(case)], numbers.plainly(case)) == []
+    assert apart_from_file(case, numbers.plainly(case)) == []

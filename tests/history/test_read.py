@@ -21,28 +21,6 @@ NOW = BEGIN + 1e6
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
-def test_columns_hold_what_the_lines_say(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", Synthetic(starts=(Start(1, 300, ends=END),), spikes=(7,)))
-    lines = [json.loads(line) for line in (folder / "measures.jsonl").read_text().splitlines()]
-    steps = read_run(folder).steps
-    assert len(steps) == len(lines) == 300
-    for name in ("step", "time", "attempt", "epoch", "samples", "tokens", "loss", "gradient_norm"):
-        assert getattr(steps, name).tolist() == [line[name] for line in lines]
-    assert steps.learning_rate.tolist() == [line["learning_rate"][0] for line in lines]
-    assert steps.total.tolist() == [line["seconds"]["total"] for line in lines]
-    for part, values in steps.parts.items():
-        expected = [line["seconds"].get(part, math.nan) for line in lines]
-        assert np.array_equal(values, expected, equal_nan=True)
-    assert steps.model_flops.tolist() == [line["flops"]["model"] for line in lines]
-    accuracy = steps.logged["train/accuracy"]
-    assert {row + 1: value for row, value in zip(accuracy.rows, accuracy.values, strict=True)} == {
-        line["step"]: line["logged"]["train/accuracy"] for line in lines if "logged" in line
-    }
-    own = np.mean([line["rank_seconds"] for line in lines], axis=0)
-    assert steps.rank_times[8].means == pytest.approx(own)
-    assert steps.memory["peak"].filled_forward(300).tolist() == [9.6e9 + 4e8 / 20_000] * 300
-
-
 def test_a_column_that_is_written_when_it_changes_keeps_its_value() -> None:
     reader = ColumnReader()
     reader.add([{"step": 1}, {"step": 2, "logged": {"data": 5}}, {"step": 3}])
@@ -169,7 +147,7 @@ def test_random_damage_does_not_stop_the_reader(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Synthetic(starts=(Start(1, 60, ends=END),)))
     whole = {name: (folder / name).read_bytes() for name in ("measures.jsonl", "events.jsonl")}
     generator = random.Random(0)
-    for _ in range(150):
+    for _ in range(40):
         for name, content in whole.items():
             damaged = bytearray(content)
             for _ in range(generator.randrange(1, 30)):

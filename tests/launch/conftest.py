@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.runtime import current_runtime, end_runtime
+from tests.launch.fakes import Fakes
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """Programs that take the places of ssh, srun, ... on PATH."""
+    found = Fakes(tmp_path)
+    monkeypatch.setenv("PATH", found.path)
+    return found
 
 
 @pytest.fixture(autouse=True)

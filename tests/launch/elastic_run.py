@@ -2,8 +2,9 @@
 
     elastic_run.py FOLDER SAMPLES PAUSE_S [FAULT:RANK:STEP ...]
 
-With ``IN_MEMORY`` in the environment, it saves in memory. One fault a round, in order: a signal's name or ``raise``,
-which comes to ``RANK`` after ``STEP``. While there is a file ``slow`` in the folder, a step takes a second.
+With ``IN_MEMORY`` in the environment, it saves in memory; ``WORKERS`` are those of its loader. One fault a round, in
+order: a signal's name or ``raise``, which comes to ``RANK`` after ``STEP``. While there is a file ``slow`` in the
+folder, a step takes a second.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ def main() -> None:
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, project_config=project)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = torch.arange(samples, dtype=torch.float32)[:, None]
-    loader = DataLoader(TensorDataset(rows), batch_size=BATCH, shuffle=True)
+    workers = int(os.environ.get("WORKERS", "0"))
+    loader = DataLoader(TensorDataset(rows), batch_size=BATCH, shuffle=True, num_workers=workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -77,6 +79,7 @@ def main() -> None:
                 "world": accelerator.num_processes,
                 "ids": seen,
                 "time": time.time(),
+                "is_fork": "lockstep.launch.fork_server" in sys.orig_argv,
             }
             ledger.write(json.dumps(line) + "\n")
             ledger.flush()

@@ -41,10 +41,6 @@ class Call:
     environ: bytes
     stdin: bytes
 
-    @property
-    def everything(self) -> bytes:
-        return b"\n".join((*self.argv, self.environ, self.stdin))
-
 
 class Fakes:
     """A folder for PATH."""

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -108,6 +109,8 @@ class InTerminal:
             stdout=other,
             stderr=other,
             env=environment(TERM="xterm", OMP_NUM_THREADS="1", **variables),
+            # Whoever runs the tests in the background of a shell has interrupts ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(other)
         self.text = ""

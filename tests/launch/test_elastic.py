@@ -7,23 +7,20 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.launch import Restarts
+from lockstep.testing import free_port
 from tests.launch import elastic_run
 from tests.launch.helpers import COMMAND, START_LIMIT_S, environment, run, wait_until
 from tests.launch.ledger import committed_step, samples_seen, worlds
 
 RUN = elastic_run.__file__
 SAMPLES = 32
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # -- one machine ---------------------------------------------------------------------------------------
@@ -120,19 +117,32 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         launcher.communicate()
 
 
+def tree(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL to a launcher and all that it started, at once: its machine loses power."""
-    import psutil
-
-    root = psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
+    for process in tree(pid):
         process.kill()
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a launcher, or a process that it started, listens."""
+    found = set()
+    for process in tree(pid):
+        with suppress(psutil.NoSuchProcess):
+            sockets = process.net_connections()
+            found |= {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
 
 
 def test_the_survivor_of_two_machines_goes_on_alone(tmp_path: Path, machines: Machines) -> None:
     (tmp_path / "slow").touch()
     first, second = (machines.start("1:2", rank, RUN, tmp_path, SAMPLES, 0) for rank in (0, 1))
     wait_until(lambda: committed_step(tmp_path) >= 1, START_LIMIT_S)
+    assert {address for launcher in (first, second) for address in listening(launcher.pid)} == {"127.0.0.1"}
     kill_tree(second.pid)
     (tmp_path / "slow").unlink()
     _, err = first.communicate(timeout=START_LIMIT_S)

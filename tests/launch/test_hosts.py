@@ -24,6 +24,7 @@ from lockstep.launch import (
     ssh_arguments,
     ssh_programs,
 )
+from lockstep.testing import free_port
 from tests.launch import training
 from tests.launch.fakes import CANARY, Fakes, canaries
 from tests.launch.helpers import WAITING, check_ends_with, run, start, wait_until
@@ -35,13 +36,6 @@ NODE = (sys.executable, "-m", module_of(Node).__name__)
 REMOTE = shlex.join(NODE)
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SECRET = "5e" * 32
-
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    found = Fakes(tmp_path)
-    monkeypatch.setenv("PATH", found.path)
-    return found
 
 
 def plan_for(command: list[str], names: str = "hosta,hostb") -> LaunchPlan:
@@ -266,7 +260,7 @@ def test_two_hosts_train_together(fakes: Fakes, tmp_path: Path, monkeypatch: pyt
     training.write_script(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = ["a b", "$(touch pwned)", "'\"\n;`x`", "-o", "é"]
-    meeting = f"127.0.0.1:{training.free_port()}"
+    meeting = f"127.0.0.1:{free_port()}"
     line = ["--hosts", "hosta:1,hostb:1", "--rdzv", meeting, "--cpu", "train.py", *words]
     done = run(*line, OMP_NUM_THREADS="1", HF_TOKEN=CANARY)
     assert done.returncode == training.EXIT_CODE, done.stderr
@@ -283,7 +277,7 @@ def test_killing_the_launcher_ends_the_workers_of_all_hosts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pids").mkdir()
     launcher = start(
-        "--hosts", "hosta:1,hostb:1", "--rdzv", f"127.0.0.1:{training.free_port()}",
+        "--hosts", "hosta:1,hostb:1", "--rdzv", f"127.0.0.1:{free_port()}",
         "--no-python", sys.executable, "-c", WAITING, OMP_NUM_THREADS="1",
     )  # fmt: skip
     check_ends_with(launcher, tmp_path / "pids")

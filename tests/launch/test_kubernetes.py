@@ -23,8 +23,8 @@ from launch.kubernetes_api import JOBSET, problems
 from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError
-from lockstep.launch import LaunchPlan, Program, end_process, get_backend, make_plan, merge
-from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, job_name_of, launch, manifests
+from lockstep.launch import LaunchPlan, Program, end_process, make_plan, merge
+from lockstep.launch.kubernetes import MAKE_SECRET, as_yaml, launch, manifests
 from tests.marks import examples
 from tests.patching import module_of
 from tests.refusals import expect_refusal
@@ -74,23 +74,6 @@ CASES = {
 def test_manifests_are_what_the_apis_accept(case: str) -> None:
     for options in ({}, FULL):
         assert problems(document(plan(options=options, **CASES[case])), JOBSET) == []
-
-
-def test_the_check_refuses_what_an_api_server_refuses() -> None:
-    jobset = document(plan(num_machines=2))
-    container = container_of(jobset)
-    container["imagePolicy"] = "Always"
-    container["args"].append(7)
-    job_of(jobset)["template"]["spec"]["restartPolicy"] = "never"
-    del job_of(jobset)["podFailurePolicy"]["rules"][0]["action"]
-    job, last = ".spec.replicatedJobs[0].template.spec", len(container["args"]) - 1
-    pod = f"{job}.template.spec"
-    assert sorted(problems(jobset, JOBSET)) == [
-        f"{job}.podFailurePolicy.rules[0].action: missing",
-        f"{pod}.containers[0].args[{last}]: 7 is not a str",
-        f"{pod}.containers[0].imagePolicy: unknown field",
-        f"{pod}.restartPolicy: 'never' is not one of ['Always', 'Never', 'OnFailure']",
-    ]
 
 
 def test_each_machine_runs_the_ordinary_launch_as_one_of_several() -> None:
@@ -217,11 +200,6 @@ def test_gpus_are_one_for_each_process_unless_said() -> None:
     }
 
 
-def test_threads_share_the_cores_of_the_pod() -> None:
-    jobset = document(plan(options={"cpu": "9"}, nproc=4))
-    assert {"name": "OMP_NUM_THREADS", "value": "2"} in container_of(jobset)["env"]
-
-
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
@@ -261,18 +239,6 @@ def test_a_name_must_leave_room_for_those_of_the_pods() -> None:
     expect_refusal(
         ConfigError, "at most 48", manifests, plan(options={"name": longest + "a"}, num_machines=2)
     )
-
-
-def test_a_job_without_a_name_has_that_of_its_script() -> None:
-    names = {
-        "train.py": "train",
-        "my/Train_it.py": "train-it",
-        "pkg.mod": "pkg-mod",
-        "7b.py": "b",
-        "__.py": "train",
-        "a" * 99: "a" * 40,
-    }
-    assert {script: job_name_of(script) for script in names} == names
 
 
 @pytest.mark.parametrize(
@@ -317,9 +283,3 @@ def test_the_commands_of_the_page_do_what_it_says(
     if "-o" in words:
         assert problems(yaml.safe_load(Path("job.yaml").read_text()), JOBSET) == []
         assert "kubectl create -f job.yaml" in done.stderr
-
-
-def test_a_dry_run_names_the_command_that_takes_the_manifests() -> None:
-    asked = plan(num_machines=2)
-    (command,) = get_backend("k8s").commands(asked)
-    assert (command.arguments, command.stdin) == (("kubectl", "create", "-f", "-"), manifests(asked))

@@ -25,13 +25,6 @@ TWO = replace(
 )
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    found = Fakes(tmp_path)
-    monkeypatch.setenv("PATH", found.path)
-    return found
-
-
 @settings(deadline=None)
 @given(st.lists(HOSTILE, max_size=4), st.dictionaries(st.sampled_from(["NCCL_A", "LANG"]), HOSTILE))
 def test_arguments_go_as_they_are_and_of_the_environment_only_names(

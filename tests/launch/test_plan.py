@@ -20,27 +20,11 @@ def plan(flags: dict[str, object], devices: int = 0, cores: int = 8, **file: obj
     return make_plan(Program("true", no_python=True), settings, device_count=devices, cores=cores)
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file() -> None:
-    file = {name: SettingValue("fp16", "file") for name in ("mixed_precision",)}
-    environ = {"LOCKSTEP_MIXED_PRECISION": "bf16"}
-    assert merge({}, file, {})["mixed_precision"].value == "fp16"
-    assert merge({}, file, environ)["mixed_precision"].value == "bf16"
-    assert (
-        merge({"mixed_precision": SettingValue("no", "flag")}, file, environ)["mixed_precision"].value == "no"
-    )
-
-
 def test_processes_of_a_machine_are_the_total_divided_by_the_machines() -> None:
     two = plan(
         {"machine_rank": 1}, num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1
     )
     assert (two.nproc, two.machine_rank) == (8, 1)
-
-
-def test_nproc_counts_the_processes_of_one_machine() -> None:
-    two = plan({"nproc": 3}, num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
-    assert two.nproc == 3
-    assert two.settings["num_processes"].value == 6
 
 
 def test_without_a_number_there_is_one_process_for_each_gpu_or_one() -> None:
@@ -168,8 +152,3 @@ def test_parallel_and_sections_travel_as_texts_that_workers_read_back() -> None:
     read = worker["optimizer"].value
     assert {"type": read.type, "params": read.params} == optimizer
     assert SETTINGS["optimizer"].kind.as_data(optimizer) == optimizer
-
-
-def test_parallel_must_fit_the_number_of_processes() -> None:
-    assert plan({"nproc": 4, "parallel": "zero=3 replicate=2"}).nproc == 4
-    expect_refusal(ConfigError, "3 / 2", plan, {"nproc": 3, "parallel": "zero=3 replicate=2"})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import LaunchProgress, StatusRow, progress_line, wants_line
+from lockstep.launch import StatusRow, progress_line, wants_line
 from tests.launch.helpers import COMMAND, START_LIMIT_S
 from tests.launch.screen import InTerminal, Screen, set_size
 
@@ -26,13 +26,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator
 
-end, how = Path(sys.argv[1]), sys.argv[2]
+end = Path(sys.argv[1])
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(1, 1)
 loader = DataLoader(TensorDataset(torch.ones(4000, 1)), batch_size=2)
 model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
-if how == "total":
-    accelerator.measures.total_steps = 100_000
 sys.stdout.write("begun\\n")  # at once, as other ranks write, too
 sys.stdout.flush()
 for number, (batch,) in enumerate(loader):
@@ -122,29 +120,6 @@ def test_a_terminal_that_is_too_small_or_takes_nothing_is_left_alone(terminal: t
         os.read(main, 1)
 
 
-class FakeRow:
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def show(self, text: str) -> None:
-        self.done.append(text)
-
-    def clear(self) -> None:
-        self.done.append("cleared")
-
-
-def test_it_is_shown_twice_a_second_once_there_is_a_step() -> None:
-    numbers = iter([{}, {"step": 1}, {"step": 3}])
-    row, time_s = FakeRow(), [0.0]
-    progress = LaunchProgress(lambda: next(numbers), row, lambda: time_s[0])  # type: ignore[arg-type]
-    for _ in range(3):
-        time_s[0] += 1.0
-        progress.update()
-        progress.update()  # too soon
-    progress.close()
-    assert row.done == ["step 1  2 s", "step 3  3 s", "cleared"]
-
-
 def test_there_is_none_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wants_line(False, "xterm")  # pytest's output is a file
     monkeypatch.setattr(os, "isatty", lambda descriptor: True)
@@ -152,15 +127,17 @@ def test_there_is_none_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert not wants_line(True, "xterm") and not wants_line(False, "dumb") and not wants_line(False, "")
 
 
-@pytest.mark.parametrize(("nproc", "how"), [(2, "plain"), (1, "total")])
-def test_a_job_in_a_terminal_has_its_own_output_above_the_line(nproc: int, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["-q"]])
+def test_a_job_in_a_terminal_has_its_own_output_above_the_line_if_one_is_wanted(
+    flags: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = InTerminal(
-        *COMMAND, "--nproc", nproc, tmp_path / "train.py", tmp_path / "end", how, size=(ROWS, COLUMNS)
-    )
+    words = ["--nproc", 1 if flags else 2, *flags, tmp_path / "train.py", tmp_path / "end"]
+    job = InTerminal(*COMMAND, *words, size=(ROWS, COLUMNS))
+    # Line 40 comes more than a second later.
+    seen = ["line 40"] if flags else ["left of epoch 0", "loss", "samples/s"]
     try:
-        left = "left" if how == "total" else "left of epoch 0"
-        job.read_until(lambda text: left in text and "loss" in text and "samples/s" in text)
+        job.read_until(lambda text: all(word in text for word in seen))
         (tmp_path / "end").touch()
         job.read_until(lambda text: "the end\r\n" in text)
         assert job.process.wait(START_LIMIT_S) == 0
@@ -169,24 +146,9 @@ def test_a_job_in_a_terminal_has_its_own_output_above_the_line(nproc: int, how: 
         job.close()
     screen = Screen(ROWS, COLUMNS)
     screen.feed(job.text)
-    lines = [line for line in screen.written() if line]
-    assert lines[:nproc] == nproc * ["begun"] and lines[-1] == "the end"
-    own = lines[nproc:-1]
-    assert own == [f"part one of line {4 * i}, part two of line {4 * i}" for i in range(len(own))] and own
-    assert screen.bottom == ROWS - 1
-
-
-def test_there_is_no_line_where_none_is_wanted(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    job = InTerminal(
-        *COMMAND, "--nproc", 1, "-q", tmp_path / "train.py", tmp_path / "end", "plain", size=(ROWS, COLUMNS)
-    )
-    try:
-        job.read_until(lambda text: "line 40" in text)  # more than a second later
-        (tmp_path / "end").touch()
-        job.read_until(lambda text: "the end\r\n" in text)
-        assert job.process.wait(START_LIMIT_S) == 0
-        job.read_until(lambda text: True)
-    finally:
-        job.close()
-    assert "\x1b[1;" not in job.text and "loss" not in job.text
+    first, *own, last = [line for line in screen.written() if line and line != "begun"]
+    assert last == "the end" and screen.bottom == ROWS - 1
+    assert [first, *own] == [
+        f"part one of line {4 * i}, part two of line {4 * i}" for i in range(1 + len(own))
+    ]
+    assert not flags or ("\x1b[1;" not in job.text and "loss" not in job.text)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
@@ -18,10 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from launch.fake_ray import Asked, install
-from lockstep.cli import cli
 from lockstep.config import SettingValue
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch import LaunchPlan, Program, make_plan, merge
@@ -166,28 +163,6 @@ os._exit(75)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_signal_and_the_end_of_the_grace_period_end_all(tmp_path: Path, asked: Asked) -> None:
-    body = """
-import signal
-signal.signal(signal.SIGTERM, lambda *_: None)
-(out / f"ready-{rank}").write_text(str(os.getpid()))
-time.sleep(60)
-"""
-
-    def stop_when_ready() -> None:
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    threading.Thread(target=stop_when_ready, daemon=True).start()
-    started = time.monotonic()
-    assert launch(plan(tmp_path, body, grace=0.5)) == 128 + signal.SIGUSR1
-    assert time.monotonic() - started < 20
-    for path in tmp_path.glob("ready-*"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.read_text()), 0)
-
-
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     expect_refusal(MissingExtraError, "[ray]", launch, plan(tmp_path))
@@ -229,19 +204,6 @@ def test_a_dry_run_shows_what_would_run_without_the_token(tmp_path: Path) -> Non
     assert command.environment["RAY_AUTH_TOKEN"] == "<secret>"
     assert command.environment["LOCKSTEP_MIXED_PRECISION"] == "bf16"
     assert command.title.startswith("2 actors of Ray on a cluster on this machine")
-
-
-def test_the_commands_of_the_page_parse_and_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
-    Path("train.py").write_text("")
-    page = (Path(__file__).parents[2] / "docs/launching-ray.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^lockstep (launch .*)$", page, flags=re.MULTILINE)
-    assert len(lines) >= 3
-    for line in lines:
-        done = CliRunner().invoke(cli, ["launch", "--dry-run", *shlex.split(line)[1:]])
-        assert done.exit_code == 0, done.output
-        assert "actors of Ray" in done.output
 
 
 def test_which_cluster_and_what_it_lacks(tmp_path: Path) -> None:

@@ -34,13 +34,6 @@ def with_options(**options: str) -> LaunchPlan:
     return replace(PLAN, transport=Transport("slurm", options=named))
 
 
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    found = Fakes(tmp_path)
-    monkeypatch.setenv("PATH", found.path)
-    return found
-
-
 def test_a_step_has_one_task_on_each_node_and_nothing_of_the_environment_but_names() -> None:
     environ = {**INSIDE, **canaries(), "NCCL_DEBUG": "INFO", "SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
     program = launch.srun(with_options(gres="gpu:8", exclusive=""), "ab" * 32, environ, "/work")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import lockstep
 from cli.calling import check_refused
 from lockstep.control import Secret, Server, derived, name_of
-from lockstep.errors import ConfigError, ControlError
+from lockstep.errors import ConfigError
 from lockstep.launch import (
     MOST_SENTENCES,
     MOST_VIEWERS,
@@ -29,7 +29,6 @@ from lockstep.launch import (
 )
 from lockstep.observe.hang import Evidence, SourceLine
 from tests.control.oracle import PlainClient
-from tests.observe.hang.test_coordinator import FakePeer
 from tests.patching import module_of
 from tests.refusals import expect_refusal
 
@@ -115,11 +114,6 @@ def test_another_version_is_refused_with_both_named(launch: Launch, monkeypatch:
     monkeypatch.setattr(module_of(connect_to), "lockstep", type("Other", (), {"__version__": "0.9"}))
     with pytest.raises(ConfigError, match=rf"{lockstep.__version__}.*0\.9"):
         connection.look()
-
-
-def test_one_that_knows_no_viewers_is_told_from_one_that_is_gone() -> None:
-    with Server(SECRET, "127.0.0.1", 0, {}) as server, pytest.raises(ControlError, match="is lost"):
-        JobConnection(server.address, SECRET).look()
 
 
 def test_there_are_only_so_many_viewers_and_sentences(launch: Launch) -> None:
@@ -222,17 +216,6 @@ def test_what_cannot_be_reached_is_refused_in_a_sentence(
         check_refused(capsys, ["top", address], "did not answer within")
     check_refused(capsys, ["top", "host:99999"], "host:99999")
     check_refused(capsys, ["top", "--secret-file", str(folders / "none"), "127.0.0.1:5"], "Cannot use")
-
-
-def test_a_watch_of_the_launch_has_no_harm_of_a_peer_that_is_gone() -> None:
-    viewers = RunViewers(FakeWatch(), lambda cause: "", "run")
-    peer = FakePeer()
-    viewers.received(peer, {"kind": "top.look", "version": lockstep.__version__})  # type: ignore[arg-type]
-    viewers.received(peer, {"kind": "top.stacks"})  # type: ignore[arg-type]
-    sent_before = len(peer.sent)
-    viewers.lost(peer)  # type: ignore[arg-type]
-    viewers.say("a sentence")
-    assert len(peer.sent) == sent_before
 
 
 def test_a_launch_that_is_not_watched_is_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import torch
@@ -50,9 +49,3 @@ def check_results(folder: Path, words: list[str]) -> None:
         assert (ranks, arguments, secrets) == ([0, 1], words, [])
         for found, expected in zip(weights, model.state_dict().values(), strict=True):
             torch.testing.assert_close(torch.tensor(found), expected)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -83,9 +83,3 @@ def test_an_unknown_activity_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="'cuda'"):
         with build_profiler(ProfileKwargs(activities=["cdua"])):  # type: ignore[list-item]
             pass
-
-
-def test_a_schedule_with_unknown_options_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'pause'"):
-        with build_profiler(ProfileKwargs(schedule_option={"pause": 1})):
-            pass

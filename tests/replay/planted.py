@@ -51,27 +51,19 @@ FINITE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "log of zero": lambda x: (x * 0).log(),
-    "log of zero in one element": lambda x: (x.abs() * torch.eye(len(x), x.shape[1]).sub(1).abs()).log(),
     "log below zero": lambda x: (-x.abs() - 1).log(),
     "zero by zero": lambda x: x * 0 / (x * 0),
     "one by zero": lambda x: 1 / (x * 0).abs(),
     "exp overflows": lambda x: (x * 0 + 1000).exp(),
-    "root below zero": lambda x: (-x.abs() - 1).sqrt(),
     "attention to nothing": _attention,
     "a row attends to nothing": _added_mask,
-    "arc cosine of two": lambda x: (x * 0 + 2).acos(),
     "deviation of one": lambda x: x / x[:, :1].std(1, keepdim=True),
-    "half power below zero": lambda x: (-x.abs() - 1) ** 0.5,
     "infinity less infinity": lambda x: (x * 0 + INF) - (x * 0 + INF),
-    "product overflows": lambda x: (x * 0 + 1e30) * 1e30,
 }
 BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "root of zero": lambda x: (x * 0).sqrt(),
     "length of zero": lambda x: x + (x * 0).square().sum(1, keepdim=True).sqrt(),
     "log behind where": lambda x: torch.where(x > INF, (x * 0).log(), x),
-    "cube root of zero": lambda x: (x * 0).abs() ** (1 / 3),
-    "arc sine of one": lambda x: (x * 0 + 1).asin(),
-    "half power of zero": lambda x: (x * 0) ** 0.5,
     "own function": _SpoilsGradient.apply,
     "divided behind where": lambda x: torch.where(x > INF, x / (x * 0), x),
 }

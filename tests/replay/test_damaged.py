@@ -32,16 +32,6 @@ def capsule(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_capsule_is_read_as_it_was_written(capsule: Path) -> None:
-    facts, found = CapsuleFacts.read(capsule), RankCapsule.read(capsule, 0)
-    assert facts.history == {"loss": (1.0, 0.5)} and facts.data_ranks == (0,) and facts.value != facts.value
-    (batch,) = found.batches
-    assert isinstance(batch.batch, dict) and batch.batch["names"] == ["a", None]
-    assert torch.equal(batch.batch["x"], torch.arange(4.0)) and batch.rows == batch.real == [4]
-    ((loss, weight),) = found.losses
-    assert loss != loss and weight == 1.0 and torch.equal(found.buffers["0.mean"], torch.ones(2))
-
-
 def replay_is_refused(capsys: pytest.CaptureFixture[str], capsule: Path, words: str) -> None:
     script = capsule.parent / "script.py"
     script.write_text("raise SystemExit('this script must not run')\n")

@@ -60,31 +60,6 @@ def test_means_are_those_of_the_parts(values: list[float], count: int) -> None:
     assert len(at) == len(mean) and (np.diff(at) > 0).all()
 
 
-SPANS = [
-    (low, span)
-    for low in (0.0, 1.0, -3.5, 1e-7, 12_345.0)
-    for span in (1e-9, 0.3, 7.0, 100.0, 86_400.0, 3e12)
-    if span > 1e-6 * abs(low)  # what is closer is not drawn
-]
-
-
-@pytest.mark.parametrize(("low", "span"), SPANS)
-@pytest.mark.parametrize("kind", ["number", "count", "seconds", "bytes"])
-def test_ticks_are_few_and_inside(low: float, span: float, kind: str) -> None:
-    ticks = Scale(low, low + span, kind).ticks()
-    assert 1 <= len(ticks) <= 6
-    assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in ticks)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.1, 1000.0), (1e-9, 1.0), (3.0, 200.0), (1e-300, 1e299)])
-def test_decades_are_few_and_at_equal_distances(low: float, high: float) -> None:
-    ticks = Scale(low, high, log=True).ticks()
-    assert 1 <= len(ticks) <= 8
-    assert Scale(low, high, log=True).place((low * high) ** 0.5 if low * high else 1.0) == pytest.approx(
-        0.5, abs=0.01
-    )
-
-
 def test_an_axis_is_logarithmic_only_where_something_stands_out() -> None:
     calm = np.linspace(2.0, 11.0, 100)
     assert not scale_of(calm, "number", may_log=True).log

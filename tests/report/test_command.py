@@ -32,13 +32,6 @@ def test_it_prints_the_summary_and_writes_the_page_beside_the_files(
     assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "measures.jsonl", "report.html"]
 
 
-def test_output_says_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", SMALL)
-    code, out, _ = call(capsys, "report", folder, "-o", tmp_path / "page.html")
-    assert code == 0 and out.endswith(f"{tmp_path / 'page.html'}\n")
-    assert (tmp_path / "page.html").is_file() and not (folder / "report.html").exists()
-
-
 def test_json_has_the_numbers_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", SMALL)
     code, out, _ = call(capsys, "report", "--json", folder)
@@ -99,12 +92,6 @@ def test_links_in_the_folder_of_somebody_else_are_not_followed(
     check_refused(capsys, ["report", str(folder)], "File exists")
     assert victim.read_text() == "precious"
     assert (folder / ".report.html.guessed").is_symlink()
-
-
-def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "report", "--help")
-    assert code == 0
-    assert "lockstep report --json runs/gpt" in out and "Exit codes" in out
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import pty
-import select
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +15,8 @@ from cli.calling import call, check_refused
 from lockstep.history import MEASURES, read_run
 from lockstep.report import NEWEST_BYTES, bar, screen, sparkline
 from tests.command import LOCKSTEP
-from tests.report.runs import BEGIN, CRASHED, RUNNING, RUNS, Synthetic, write_run
+from tests.launch.screen import InTerminal
+from tests.report.runs import BEGIN, CRASHED, RUNNING, RUNS, write_run
 
 
 def text_of(folder: Path, now: float, width: int = 100) -> str:
@@ -47,12 +43,6 @@ def test_a_running_run_shows_its_newest_values_and_marks_the_slow_rank(tmp_path:
     assert float(slow[0].split("slow: ")[1].split()[0]) == pytest.approx(1.4, abs=0.05)
 
 
-def test_how_a_run_failed_comes_first(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", CRASHED)
-    lines = text_of(folder, last_line(folder)["time"] + 600).splitlines()
-    assert "failed" in lines[0] and "RuntimeError: CUDA error" in lines[1]
-
-
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("width", [40, 120])
 def test_every_kind_of_run_is_shown_without_control_characters(kind: str, width: int, tmp_path: Path) -> None:
@@ -68,12 +58,6 @@ def test_only_the_newest_steps_of_a_long_run_are_read(tmp_path: Path) -> None:
     assert 100 < len(newest.steps) < len(whole.steps) / 2
     assert newest.steps.step[-1] == whole.steps.step[-1]
     assert newest.events == whole.events
-
-
-def test_a_run_without_a_step(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", Synthetic(starts=()))
-    (folder / "events.jsonl").write_text('{"event": "start", "time": 5, "world_size": 2}\n')
-    assert "No step is complete yet." in text_of(folder, 6.0)
 
 
 def test_sparks_and_bars() -> None:
@@ -98,53 +82,16 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_in_a_terminal_it_follows_the_run_until_it_is_interrupted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", RUNNING)
     last = last_line(folder)
-    main, other = pty.openpty()
-    command = [*LOCKSTEP, "top", "--every", "0.1", str(folder)]
-    process = subprocess.Popen(
-        command,
-        stdin=other,
-        stdout=other,
-        stderr=other,
-        env={**os.environ, "TERM": "xterm"},
-        preexec_fn=take_interrupts,
-    )
-    os.close(other)
+    top = InTerminal(*LOCKSTEP, "top", "--every", "0.1", folder, size=(40, 120))
     try:
-        read_until(main, "350, epoch")
+        top.read_until(lambda text: "350, epoch" in text)
         with open(folder / MEASURES, "a") as file:
             file.write(json.dumps({**last, "step": 777}) + "\n")
-        read_until(main, "777, epoch")
-        process.send_signal(signal.SIGINT)
-        assert "777, epoch" in read_to_the_end(main)  # what was seen last stays
-        assert process.wait(60) == 0
+        top.read_until(lambda text: "777, epoch" in text)
+        seen = len(top.text)
+        top.process.send_signal(signal.SIGINT)
+        # A terminal that nobody reads holds up who writes.
+        top.read_until(lambda text: top.process.poll() == 0)
+        top.read_until(lambda text: "777, epoch" in text[seen:])  # what was seen last stays
     finally:
-        process.kill()
-        process.wait()
-        os.close(main)
-
-
-def take_interrupts() -> None:
-    """Whoever runs the tests in the background of a shell has them ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def read_to_the_end(terminal: int) -> str:
-    """A terminal that nobody reads holds up who writes."""
-    seen = b""
-    while select.select([terminal], [], [], 60.0)[0]:
-        try:
-            seen += os.read(terminal, 65536)
-        except OSError:  # the other end is closed
-            break
-    return seen.decode("utf-8", "replace")
-
-
-def read_until(terminal: int, text: str, limit_s: float = 60.0) -> None:
-    seen, end = "", time.monotonic() + limit_s
-    while text not in seen:
-        ready, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
-        assert ready, f"{text!r} did not come: {seen[-500:]!r}"
-        try:
-            seen += os.read(terminal, 65536).decode("utf-8", "replace")
-        except OSError:  # the other end is closed
-            raise AssertionError(f"{text!r} did not come: {seen[-500:]!r}") from None
+        top.close()

@@ -140,11 +140,6 @@ def test_a_slow_rank_is_named_and_equal_ones_are_not(made: Made) -> None:
     assert not made(Synthetic())[0].slow_ranks
 
 
-def test_of_two_ranks_the_slower_one_is_slow(tmp_path: Path) -> None:
-    (tmp_path / "measures.jsonl").write_text('{"step": 1, "rank_seconds": [0.2, 0.1]}\n')
-    assert numbers_of(read_run(tmp_path), NOW).slow_ranks == {0: 2.0}
-
-
 def test_a_rank_is_not_slow_if_nobody_would_wait_for_it(tmp_path: Path) -> None:
     line = {"step": 1, "seconds": {"total": 3.0}, "rank_seconds": [0.2, 0.1]}
     (tmp_path / "measures.jsonl").write_text(json.dumps(line))

@@ -12,7 +12,7 @@ import pytest
 from lockstep.history import read_run
 from lockstep.report import SCRIPT, STYLE, policy, report_of, sentences
 from tests.report.browser import CHROMIUM, MISSING, Browser
-from tests.report.runs import BEGIN, HOSTILE, HOSTILE_RUN, RESTARTED, RUNS, Start, Synthetic, write_run
+from tests.report.runs import BEGIN, HOSTILE, HOSTILE_RUN, RESTARTED, RUNS, Synthetic, write_run
 
 NOW = BEGIN + 1e5
 SHORT = {name: run for name, run in RUNS.items() if name != "long"}
@@ -144,19 +144,6 @@ def test_a_year_of_events_fits(tmp_path: Path) -> None:
     assert "more are left out here." in text
 
 
-def test_many_starts_ranks_logged_scalars_and_settings_fit(tmp_path: Path) -> None:
-    starts = tuple(Start(1 + 5 * place, 5 * place + 9, 64) for place in range(120))
-    settings = [{"name": f"setting{one}", "value": "v" * 500, "source": "s" * 300} for one in range(2000)]
-    folder = write_run(tmp_path, Synthetic(starts=starts, configuration=settings[:300]))
-    with open(folder / "measures.jsonl", "a") as file:
-        for step in range(10_000, 10_200):
-            names = ", ".join(f'"name{one}": {step}' for one in range(300))
-            file.write(f'{{"step": {step}, "attempt": 119, "logged": {{{names}}}}}\n')
-    report = report_of(folder, NOW)
-    assert len(report.page().encode()) < 300_000
-    assert len(report.numbers.attempts) == 120
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
@@ -246,20 +233,6 @@ def test_pointing_at_a_chart_shows_its_value(
     assert near.min() - 0.02 <= float(value) <= near.max() + 0.02
     browser.point_at(1, 1)
     assert browser.evaluate("getComputedStyle(document.querySelector('figure output')).display") == "none"
-
-
-def test_pointing_at_stacked_areas_shows_the_value_of_each(browser: Browser, pages: dict[str, Path]) -> None:
-    browser.show(pages["crashed"], 1200)
-    x, y = browser.evaluate(
-        "(() => { const area = document.querySelector('.wide .area'); area.scrollIntoView();"
-        " const box = area.getBoundingClientRect(); return [box.left + box.width / 2, box.top + 20]; })()"
-    )
-    browser.point_at(x, y)
-    said = browser.evaluate("document.querySelector('.wide output').textContent").split("\n")[1:]
-    values = dict(line.split(": ") for line in said)
-    assert list(values)[-2:] == ["backward", "forward"]
-    assert float(values["forward"].removesuffix(" ms")) == pytest.approx(84, abs=2)
-    assert float(values["backward"].removesuffix(" ms")) == pytest.approx(165, abs=3)
 
 
 def test_a_browser_that_would_run_what_is_hostile_is_stopped_by_the_policy(

@@ -40,20 +40,6 @@ def gradient_times_ranks() -> Made:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss
 
 
-def summed_not_averaged() -> Made:
-    """What a loop does that forgets to divide by the number of ranks."""
-    model, _, batches, loss = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def scale(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad *= world()
-
-    optimizer.register_step_pre_hook(scale)
-    return model, optimizer, batches, loss
-
-
 def rate_times_ranks() -> Made:
     model, _, batches, loss = mlp()
     return model, torch.optim.SGD(model.parameters(), lr=0.1 * world()), batches, loss
@@ -66,17 +52,6 @@ def batch_read_twice() -> Made:
     return model, optimizer, batches, loss
 
 
-def local_norm() -> Made:
-    """Batches are normalised by their own rank's number."""
-    model, optimizer, batches, _ = mlp()
-    return model, optimizer, batches, loss_of_rank
-
-
-def loss_of_rank(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, y = batch
-    return functional.cross_entropy(model(x), y) * (1 + rank())
-
-
 # What cannot be checked ---------------------------------------------------------------------------------------
 
 
@@ -84,19 +59,9 @@ def three_values() -> object:
     return mlp()[:3]
 
 
-def model_by_another_name() -> object:
-    _, optimizer, batches, loss = mlp()
-    return "mlp", optimizer, batches, loss
-
-
 def batches_as_an_iterator() -> object:
     model, optimizer, batches, loss = mlp()
     return model, optimizer, iter(batches), loss
-
-
-def loss_as_a_word() -> object:
-    model, optimizer, batches, _ = mlp()
-    return model, optimizer, batches, "mse"
 
 
 def number(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
@@ -139,17 +104,6 @@ def fails_on_rank_1() -> object:
     if rank() == 1:
         raise ZeroDivisionError("planted in make")
     return mlp()
-
-
-def fail_in_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    if rank() == 1:
-        raise ZeroDivisionError("planted in loss")
-    return cross_entropy(model, batch)
-
-
-def fails_in_loss_on_rank_1() -> object:
-    model, optimizer, batches, _ = mlp()
-    return model, optimizer, batches, fail_in_loss
 
 
 def fails_everywhere() -> object:

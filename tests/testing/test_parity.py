@@ -28,18 +28,13 @@ pytest_plugins = ["lockstep.testing.fixtures"]
 
 CELLS = [
     ("mlp", "ddp"),
-    ("mlp", "pp=2"),
-    ("cnn", "zero=1"),
     ("cnn", "zero=3"),
     ("lstm", "zero=2"),
     ("llama", "zero=3"),
     ("llama", "cp=2"),
-    ("mixtral", "ddp"),
     ("mixtral", "tp=2"),
-    ("t5", "zero=1"),
     ("t5", "pp=2"),
     ("mlp_adafactor", "zero=3"),  # it steps on whole parameters
-    ("mlp_adafactor", "tp=2"),
 ]
 """Each model, and each strategy, at least once."""
 
@@ -59,9 +54,7 @@ def test_a_model_is_trained_alike(parity_workers: ParityWorkers, model: str, wor
         {"gradient_accumulation_steps": 2},
         {"mixed_precision": "bf16"},
         {"reference": "zero=1", "parallel": "zero=3"},
-        {"nproc": 1},
         {"nproc": 4, "parallel": "zero=2 tp=2", "steps": 1},
-        {"seed": 3, "parallel": "zero=3"},
     ],
     ids=str,
 )
@@ -90,10 +83,8 @@ def test_each_rank_has_buffers_of_its_own(
 # name of the defect -> the first tensor that differs: its kind, its name, and what is said of it
 PLANTED: dict[Callable[[], object], tuple[ItemKind, str, str]] = {
     defects.gradient_times_ranks: (ItemKind.OUTPUT_GRADIENT, "1", "2.00 times the reference"),
-    defects.summed_not_averaged: (ItemKind.UPDATE, "0.weight", "2.00 times the reference"),
     defects.rate_times_ranks: (ItemKind.RATE, "", "2.00 times the reference"),
     defects.batch_read_twice: (ItemKind.BATCH, "", "samples were read twice"),
-    defects.local_norm: (ItemKind.LOSS, "", "2.00 times the reference"),
 }
 
 
@@ -115,13 +106,6 @@ def test_a_defect_is_returned_by_the_one_and_raised_by_the_other(parity_workers:
     expect_refusal(ParityError, "learning rate", report.raise_if_differs)
     assert isinstance(ParityError(report), AssertionError)
     assert report.to_json()["sentence"] == report.sentence
-
-
-def test_a_case_after_a_defect_agrees_again(parity_workers: ParityWorkers) -> None:
-    pids = [worker.pid for worker in parity_workers._pool.workers]
-    for make, agrees in ((mlp, True), (defects.summed_not_averaged, False), (mlp, True)):
-        assert parity_workers.compare_parity(make, steps=1).agrees is agrees
-    assert [worker.pid for worker in parity_workers._pool.workers][: len(pids)] == pids
 
 
 def test_the_functions_start_processes_of_their_own() -> None:
@@ -163,9 +147,7 @@ REFUSED: list[tuple[object, dict[str, object], type[LockstepError], str]] = [
         UsageError,
         "has returned 3 values. It has to return model, optimizer, batches and",
     ),
-    (defects.model_by_another_name, {}, UsageError, "The model .* is a str, but must be a torch.nn.Module"),
     (defects.batches_as_an_iterator, {}, UsageError, "The batches .* is a list_iterator, but must be a list"),
-    (defects.loss_as_a_word, {}, UsageError, "The loss .* is a str, but must be a function"),
     (
         defects.loss_as_a_number,
         {},
@@ -199,9 +181,8 @@ def test_bad_input_is_refused(
         parity_workers.compare_parity(make, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_shuffled_loader(parity_workers: ParityWorkers, workers: int) -> None:
-    assert parity_workers.check_parity(partial(of_loader, workers), parallel="zero=2").agrees
+def test_batches_of_a_shuffled_loader(parity_workers: ParityWorkers) -> None:
+    assert parity_workers.check_parity(partial(of_loader, 2), parallel="zero=2").agrees
 
 
 def test_nothing_is_left_in_a_process(parity_workers: ParityWorkers) -> None:
@@ -216,14 +197,6 @@ def what_is_changed() -> tuple[int, str, bool]:
     return len(RunObserver.registered), torch.Tensor.backward.__module__, torch.distributed.is_initialized()
 
 
-def test_a_partial_gives_arguments(parity_workers: ParityWorkers) -> None:
-    assert parity_workers.compare_parity(partial(chosen, "mlp"), steps=1).agrees
-
-
-def chosen(name: str) -> object:
-    return MODELS[name]()
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -231,7 +204,6 @@ def chosen(name: str) -> object:
             defects.fails_on_rank_1,
             ("candidate failed first on rank 1", "planted in make", "defects.py"),
         ),
-        (defects.fails_in_loss_on_rank_1, ("candidate failed first on rank 1", "planted in loss")),
         (defects.fails_everywhere, ("reference failed first on rank 0", "planted everywhere")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

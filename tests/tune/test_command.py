@@ -27,13 +27,12 @@ def tune(*arguments: object, folder: Path | None = None) -> tuple[int, str, str]
 
 def test_a_killed_rank_is_a_size_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    words = ["--batch-size", 4, "--accumulate", 2, "--fails", "kill", "--above", 4, "--rank", 1]
-    code, said, errors = tune("--cpu", "--nproc", 2, "--json", path, SCRIPT, *words)
+    words = ["--batch-size", 4, "--accumulate", 2, "--fails", "kill", "--above", 4, "--rank", 0]
+    code, said, errors = tune("--cpu", "--nproc", 1, "--json", path, SCRIPT, *words)
     assert code == 0, said + errors
     assert "does not fit: a rank was ended by signal 9" in said
     assert (
-        "The largest micro-batch that fits with a global batch of 16 is 4 (times 2 accumulation steps)"
-        in said
+        "The largest micro-batch that fits with a global batch of 8 is 4 (times 2 accumulation steps)" in said
     )
     assert "  Accelerator(..., gradient_accumulation_steps=" in said
     report = json.loads(path.read_text("utf-8"))

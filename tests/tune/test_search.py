@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from math import log2
 
-import pytest
-
-from lockstep.tune import divisors, next_size
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 12, 36, 64, 97, 360, 1024])
-def test_the_divisors_are_all_of_them(rows: int) -> None:
-    assert divisors(rows) == [size for size in range(1, rows + 1) if rows % size == 0]
+from lockstep.tune import next_size
 
 
 def test_the_largest_that_fits_is_found_in_few_trials() -> None:

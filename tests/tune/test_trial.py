@@ -12,9 +12,7 @@ from lockstep.tune import (
     RankReport,
     SizeVerdict,
     TrialEnd,
-    TrialSpec,
     judged,
-    limit_of_rank,
     peak_of_rank,
 )
 
@@ -79,25 +77,12 @@ def test_the_first_loss_is_that_of_ranks_with_batches_of_their_own() -> None:
     assert judged(ended(report_of(0, first_loss=1.0), report_of(1)), 2, 2, 8, 7.0).first_loss is None
 
 
-def test_files_hold_what_was_written(tmp_path: Path) -> None:
-    spec = TrialSpec(str(tmp_path), 3, micro_batch=4, accumulation=2, loader=0, parallel="zero=1")
-    assert TrialSpec.read(spec.write(tmp_path / "spec.json")) == spec
-    for rank in (1, 0):
-        report_of(rank).write(tmp_path)
-    assert RankReport.read_all(tmp_path) == [report_of(0), report_of(1)]
-
-
 def test_the_peak_is_that_of_this_process() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # lets the peak begin anew: proc(5)
     before = peak_of_rank(CPU)
     taken = torch.ones(256 * MIB // 4)
     assert 200 * MIB < peak_of_rank(CPU) - before < 320 * MIB
     del taken
-
-
-def test_a_limit_is_what_was_asked_for_or_a_share_of_what_is_free() -> None:
-    assert limit_of_rank(123, CPU, 2) == 123
-    assert 0 < limit_of_rank(None, CPU, 4) < limit_of_rank(None, CPU, 1)
 
 
 def test_a_process_is_told_of_more_than_its_limit() -> None:

@@ -79,40 +79,15 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gelu": LanguageModel,
     "relu": partial(LanguageModel, act=F.relu, layers=3),
-    "wide relu": partial(LanguageModel, width=96, act=F.relu),
     "rms norm": partial(LanguageModel, norm=nn.RMSNorm, act=F.silu),
     "tied": partial(LanguageModel, tied=True),
     "loss": partial(LanguageModel, loss=True, layers=3),
     "deep": partial(LanguageModel, layers=8, width=16),
     "small weights": partial(LanguageModel, scale=0.05),
     "large weights": partial(LanguageModel, scale=3.0, act=F.relu),
-    "squared relu": partial(LanguageModel, act=squared_relu),
-    "narrow": partial(LanguageModel, width=8, layers=4),
-    "tanh": partial(LanguageModel, width=24, act=torch.tanh),
-    "llama": llama,
     "gpt": partial(split_problem.gpt, vocabulary=WORDS, context=LENGTH, width=32, layers=3, heads=4),
 }
 
@@ -188,7 +163,7 @@ def _said(model: str, parallel: str, precision: str, own: str, *, seed: int, is_
     logger.addHandler(messages)
     try:
         prepared, _ = accelerator.prepare(built, torch.optim.SGD(built.parameters(), 0.1))
-        prepared(**{"input_ids": tokens, "labels": tokens} if model == "llama" else {"tokens": tokens})
+        prepared(tokens)
     except LockstepError as error:
         return str(error)
     finally:

@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.comm import ShardRegion
 from lockstep.verify import (
     Fault,
     ItemKind,
     RunFacts,
-    Tolerance,
     TraceItem,
-    as_pairs,
-    as_regions,
     judge_repeat,
-    judge_runs,
     sentence,
     sentence_of_repeat,
 )
@@ -52,13 +47,6 @@ def test_shards_are_put_together(wrong: int | None, tmp_path: Path) -> None:
         assert finding.factor == pytest.approx(2, rel=1e-4)
         rows = tensors[GRADIENT][4:6]
         assert finding.distance == pytest.approx(float(rows.norm() / tensors[GRADIENT].norm()), rel=1e-4)
-
-
-def test_a_rank_without_elements_of_a_tensor_says_nothing(tmp_path: Path) -> None:
-    tensors = synthetic()
-    ranks: list[LocalTensors] = [dict(local) for local in ranks_of(tensors, 2)]
-    ranks[1] = {**ranks[1], GRADIENT: (torch.empty(0, 8), (8, 8), [])}
-    assert verdict_of(tmp_path, tensors, ranks).agrees
 
 
 def test_one_wrong_copy_among_many_is_found(tmp_path: Path) -> None:
@@ -147,19 +135,3 @@ def test_two_runs_of_the_reference_must_be_equal(tmp_path: Path) -> None:
     assert sentence_of_repeat(verdict).startswith(
         "Two reference runs already differ at step 1, forward: the output of `second` (data rank 0) is off by"
     )
-
-
-def test_nothing_measured_is_no_agreement_of_anything(tmp_path: Path) -> None:
-    trace = record(tmp_path / "reference.safetensors", synthetic(steps=1))
-    verdict = judge_runs(trace, Tolerance({}, 10), [], RunFacts())
-    assert not verdict.agrees
-
-
-def test_boxes_come_back_with_their_places() -> None:
-    regions = [
-        ShardRegion((a, 0, b), (la, 5, lb), (ia, 0, ib))
-        for a, la, ia in ((0, 2, 0), (6, 1, 2))
-        for b, lb, ib in ((1, 3, 0), (8, 2, 3))
-    ]
-    assert as_regions(as_pairs(regions)) == regions
-    assert as_regions([]) == []

@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.errors import UsageError
-from lockstep.parallel import BeforeWrites, WithoutChance, without_dropout
+from lockstep.parallel import WithoutChance
 from lockstep.verify import (
     ComparedBatch,
-    Observations,
-    Observed,
     PassResult,
     Reference,
     RoundingLimits,
@@ -26,10 +23,7 @@ from lockstep.verify import (
     compare_with_whole,
     disturbed,
     numbers,
-    observed,
-    run_pass,
 )
-from tests.refusals import expect_refusal
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -60,18 +54,6 @@ def _recurrent(kind: Any, x: Any) -> torch.Tensor:
     return output.data if hasattr(output, "data") and not isinstance(output, torch.Tensor) else output
 
 
-def test_each_tensor_that_a_function_writes_is_noted_before() -> None:
-    x, one, two = torch.arange(4.0), torch.zeros(1), torch.zeros(3)
-    noted: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with BeforeWrites(lambda tensor: noted.append((tensor, tensor.clone()))):
-        torch.split_with_sizes_copy(x, [1, 3], out=[one, two])  # as FSDP does with what it gathers
-        torch.add(x, 1, out=two.new_empty(4))
-        x.mul_(2)
-    written = [tensor for tensor, _ in noted]
-    assert [written[0] is one, written[1] is two, written[-1] is x, len(written)] == [True, True, True, 4]
-    assert not noted[0][1].any() and not noted[1][1].any() and two.tolist() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("name", DRAWS)
 def test_nothing_is_left_to_chance(name: str) -> None:
     x = torch.arange(24.0).reshape(2, 3, 4) / 24
@@ -81,13 +63,6 @@ def test_nothing_is_left_to_chance(name: str) -> None:
         with WithoutChance():
             results.append(DRAWS[name](x))
     assert torch.equal(*results)
-
-
-def test_dropout_drops_nothing_in_threads_that_a_function_mode_does_not_reach() -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.25))
-    with without_dropout(list(model.modules())):
-        assert torch.equal(model[0](torch.ones(9)), torch.ones(9)) and model[1].dropout == 0
-    assert (model[0].p, model[1].dropout) == (0.5, 0.25)
 
 
 class Counts(nn.Module):
@@ -135,14 +110,6 @@ def test_a_reference_takes_no_memory_before_it_is_filled_and_keeps_ties() -> Non
         assert whole[2].weight is whole[0].weight and whole[1].bias_hh_l0.requires_grad is False
         assert torch.equal(whole[1](whole[0](x))[0], model[1](model[0](x))[0])
     assert all(p.is_meta for p in reference.model.parameters())
-
-
-def test_what_cannot_be_copied_is_said() -> None:
-    class Locked(nn.Module):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("no copies of me")
-
-    expect_refusal(UsageError, "no copies of me", Reference, nn.Sequential(Locked()))
 
 
 @pytest.mark.parametrize(
@@ -242,16 +209,6 @@ def test_a_disturbed_pass_has_inputs_that_require_gradients() -> None:
     assert 0 < (moved.gradients["layer.weight"] - whole.gradients["layer.weight"]).norm() < 1e-5
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_a_step_to_16_bits_is_to_a_number_beside_it(half: torch.dtype) -> None:
-    values = torch.linspace(-3, 3, 1001)
-    moved = disturbed(values, half)
-    below, above = moved.nextafter(-torch.ones_like(moved) * 9), moved.nextafter(torch.ones_like(moved) * 9)
-    assert moved.dtype is half and bool(((below.float() < values) & (values < above.float())).all())
-    nearest = (moved == values.to(half)).double().mean()
-    assert 0.4 < nearest < 0.7
-
-
 @pytest.mark.parametrize(
     ("split", "whole", "is_seen"),
     [
@@ -279,56 +236,3 @@ def test_missing_gradients_and_copies_that_differ_are_seen() -> None:
     digests = [{"w": (8.0, 2.8)}, {"w": (8.0, 2.9)}]
     apart = compare_with_whole(whole, whole, digests, [], limits).differences
     assert [d.kind for d in apart] == ["replica"]
-
-
-class Doubled(nn.Module):
-    """Three layers; ``wrong`` says where the numbers or gradients are twice what they ought to be."""
-
-    def __init__(self, wrong: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.wrong = wrong
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if self.wrong == f"after {number}":
-                x = x * 2
-        return x.square().mean()
-
-
-@pytest.mark.parametrize(("wrong", "module"), [("after 0", ""), ("after 2", ""), ("", None)])
-def test_the_first_wrong_number_in_a_forward_is_found(wrong: str, module: str | None) -> None:
-    assert _observations(Doubled(wrong), Doubled()).first_forward() == module
-
-
-def test_a_module_that_computes_otherwise_is_found_in_forward_and_backward() -> None:
-    other = Doubled()
-    with torch.no_grad():
-        other.layers[1].bias.add_(1)
-    assert _observations(other, Doubled()).first_forward() == "layers.1"
-    other = Doubled()
-    other.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
-    assert _observations(other, Doubled()).last_backward(["layers.0"]) == "layers.1"
-
-
-def test_parts_of_ranks_add_up_to_the_whole() -> None:
-    whole = _observed(Doubled(), torch.arange(24.0).reshape(6, 4))
-    parts = [_observed(Doubled(), rows) for rows in torch.arange(24.0).reshape(6, 4).split(3)]
-    observations = Observations(parts, whole)
-    forward = [event for event in whole.events if event[1] in ("input", "output") and event[0]]
-    assert forward and not any(observations.differ(event) for event in forward)
-
-
-def _observations(split: nn.Module, whole: nn.Module) -> Observations:
-    x = torch.arange(8.0).reshape(2, 4)
-    return Observations([_observed(split, x)], _observed(whole, x))
-
-
-def _observed(model: nn.Module, x: torch.Tensor) -> Observed:
-    with observed(model) as seen:
-        run_pass(
-            lambda batch: model(*batch.args), ComparedBatch((x,), {}), lambda objective: objective.backward()
-        )
-    return seen

@@ -18,7 +18,6 @@ Ranks = list[dict[TraceItem, Tensor]]
 Plant = Callable[[Ranks, dict[TraceItem, Tensor]], None]
 
 GRADIENT = TraceItem(2, ItemKind.GRADIENT, "second.weight")
-OTHER = TraceItem(2, ItemKind.GRADIENT, "first.weight")
 CLIPPED = GRADIENT._replace(kind=ItemKind.CLIPPED)
 UPDATE = GRADIENT._replace(kind=ItemKind.UPDATE)
 WEIGHT = TraceItem(0, ItemKind.WEIGHT, "second.weight")
@@ -70,22 +69,9 @@ def own_parts(item: TraceItem, of: Callable[[Tensor, list[Tensor], int], Tensor]
     return plant
 
 
-def rows(order: list[int], dim: int = 0) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.index_select(dim, torch.tensor(order))
-
-
 def batch_of(change: Callable[[Tensor, Tensor], Tensor]) -> Plant:
     """``change``: (rows of data rank 1, those of data rank 0) to what data rank 1 reads."""
     return becomes(BATCH, lambda all_: change(all_[BATCH].clone(), all_[BATCH._replace(data_rank=0)]))
-
-
-def local_norms(ranks: Ranks, tensors: dict[TraceItem, Tensor]) -> None:
-    for share, local in zip((0.3, 0.7), ranks, strict=True):
-        local[NORM] = tensors[NORM] * share**0.5
-
-
-def noisy(eps: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor * (1 + eps * torch.randn(tensor.shape).clamp(-2, 2))
 
 
 TWO, FOUR = facts(2), facts(4)
@@ -100,13 +86,6 @@ CASES: dict[str, tuple[RunFacts, Plant, TraceItem, tuple[int, ...] | None, str]]
         GRADIENT,
         None,
         "summed over 8 accumulation steps in place",
-    ),
-    "micro-batches twice": (
-        facts(2, 8),
-        times(1 / 8),
-        GRADIENT,
-        None,
-        "divided by the 8 accumulation steps once",
     ),
     "copies of tp counted": (facts(1, tp=2), times(2), GRADIENT, None, "summed over 2 ranks of tp"),
     "sign": (TWO, times(-1), GRADIENT, None, "sign was turned"),
@@ -158,16 +137,8 @@ CASES: dict[str, tuple[RunFacts, Plant, TraceItem, tuple[int, ...] | None, str]]
         (1,),
         "1 row is in it more than once",
     ),
-    "a row of another rank": (
-        TWO,
-        batch_of(lambda own, other: torch.cat([own[:3], other[:1]])),
-        BATCH,
-        (1,),
-        "read twice: row 3 is also in another batch",
-    ),
     "another seed": (TWO, batch_of(lambda own, other: own + 1), BATCH, (1,), "another seed"),
     "nothing known": (TWO, becomes(GRADIENT, lambda all_: torch.randn(8, 8)), GRADIENT, None, "^$"),
-    "nothing known of a number": (TWO, times(1.2345, NORM), NORM, None, "^$"),
 }
 
 

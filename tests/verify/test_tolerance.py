@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,16 +29,13 @@ PAIRS = [
     (model, list(OPTIMIZERS)[(number + shift) % 3], half)
     for number, model in enumerate(MODELS)
     for shift, half in enumerate((None, torch.bfloat16))
-    if not (half and model == "recurrent")  # torch's LSTM has no bf16 kernel on all CPUs
 ]
 """Each model in both precisions, and each optimizer with several of them."""
 WEIGHTS = {
     "mlp": "2.weight",
     "attention": "key.weight",
     "normalised": "3.weight",
-    "regression": "0.weight",
     "experts": "experts.1.weight",
-    "recurrent": "lstm.weight_hh_l0",
 }
 ONE = RunFacts(nproc=1, data_ranks=3)
 RATE, STEP = TraceItem(2, ItemKind.RATE, ""), 2
@@ -138,16 +134,6 @@ def test_a_loss_that_came_back_unmoved_may_still_be_rounded(tmp_path: Path) -> N
     assert limit.relative == pytest.approx(MULTIPLE * (1 + FEW) * limit.spread)
 
 
-def test_a_spread_is_that_of_all_batches_of_a_step(tmp_path: Path) -> None:
-    tensors = synthetic()
-    item = TraceItem(1, ItemKind.OUTPUT, "first", data_rank=0)
-    far = shaken(tensors) | {item: tensors[item] * (1 + 1e-3 * torch.randn(4, 8))}
-    allowed = allowed_of(tmp_path, tensors, far)
-    other, later = item._replace(data_rank=1), item._replace(step=2)
-    assert allowed[other.key].spread == allowed[item.key].spread > 5e-4
-    assert allowed[later.key].spread < 1e-6
-
-
 def test_no_tensor_of_many_elements_may_be_half_of_what_it_is(tmp_path: Path) -> None:
     tensors = synthetic()
     rough = shaken(tensors, eps=0.3)
@@ -216,13 +202,3 @@ def test_a_row_without_gradient_is_a_difference(tmp_path: Path) -> None:
 
     verdict = checked(tmp_path, setup, None, train(setup, reordered=True, change=mask))
     assert verdict.findings[0].item == gradient
-
-
-def test_a_tolerance_is_read_as_it_was_written(tmp_path: Path) -> None:
-    tensors = synthetic() | {TraceItem(1, ItemKind.OUTPUT, "expert", data_rank=0): torch.arange(3)}
-    allowed = allowed_of(tmp_path, tensors, shaken(tensors))
-    allowed.write(tmp_path / "tolerance.json")
-    again = Tolerance.read(tmp_path / "tolerance.json")
-    assert dict(again) == dict(allowed)
-    assert again.multiple == MULTIPLE
-    assert any(limit.relative == math.inf for limit in again.values())

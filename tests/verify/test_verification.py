@@ -16,9 +16,7 @@ from tests.verify import cells, changing
 WRONG: dict[str, tuple[str, dict[str, str]]] = {
     "gradient": ("tp=2", {"kind": "gradient"}),
     "counter": ("pp=2", {"kind": "late counter"}),
-    "sum": ("pp=2 loss=mean", {"loss": "sum"}),
     "batchnorm": ("pp=2", {"kind": "batchnorm"}),
-    "padded": ("pp=2 loss=sum", {"loss": "padded"}),
     "raises": ("pp=2 micro_batches=4", {"kind": "raises"}),
     "positions": ("cp=2", {"kind": "positions"}),
     "pooled": ("cp=2 cp_method=ulysses", {"loss": "pooled"}),
@@ -26,9 +24,7 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
 SAID = {
     "gradient": ["the gradient of 'blocks.1.", "begins in module 'blocks.1'", "tp_plan"],
     "counter": ["LanguageModel", "blocks.1"],
-    "sum": ["the loss is", "1/8 of it", "LanguageModel's own forward"],
     "batchnorm": ["blocks.1.norm1"],
-    "padded": ["loss", "LanguageModel"],
     "raises": ["KeyError", "micro-batches are not what this takes", "one of the 4 micro-batches"],
     "positions": ["'blocks.1'", "mix positions before or after the blocks"],
     "pooled": ["loss", "LanguageModel's own forward", "positions"],

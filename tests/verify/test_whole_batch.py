@@ -16,17 +16,11 @@ ROWS, RANKS = 8, 2
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 5.0])
 
 
-def rmse(output: Tensor, labels: Tensor) -> Tensor:
-    return (output - F.one_hot(labels, 3)).square().mean().sqrt()
-
-
 # name -> the loss of outputs (rows, 3) and labels (rows,)
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": F.cross_entropy,
     "sum": partial(F.cross_entropy, reduction="sum"),
-    "ignored labels": partial(F.cross_entropy, ignore_index=0),
     "class weights": partial(F.cross_entropy, weight=CLASS_WEIGHTS),
-    "root": rmse,
     "batch norm": F.cross_entropy,
     "dropout": F.cross_entropy,
     "strings": F.cross_entropy,

@@ -47,16 +47,6 @@ class Experts(nn.Module):
         return (picked * best.unsqueeze(-1)).sum(-2)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -73,17 +63,11 @@ def normalised() -> nn.Module:
     )
 
 
-def regression() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "attention": Attention,
     "normalised": normalised,
-    "regression": regression,
     "experts": Experts,
-    "recurrent": Recurrent,
 }
 OPTIMIZERS: dict[str, Callable[[Iterator[Tensor]], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
@@ -183,15 +167,12 @@ def train(
 
 
 def _batch(setup: Setup) -> tuple[Tensor, Tensor]:
-    shape = (8, WIDTH) if setup.model in ("normalised", "mlp", "regression") else (4, 6, WIDTH)
+    shape = (8, WIDTH) if setup.model in ("normalised", "mlp") else (4, 6, WIDTH)
     x = setup.scale * torch.randn(shape)
-    y = torch.randn(8, 1) if setup.model == "regression" else torch.randint(10, shape[:-1])
-    return x, y
+    return x, torch.randint(10, shape[:-1])
 
 
 def _loss(out: Tensor, y: Tensor) -> Tensor:
-    if y.is_floating_point():
-        return functional.mse_loss(out, y)
     return functional.cross_entropy(out.reshape(-1, 10), y.reshape(-1))
 
 

@@ -79,10 +79,8 @@ def damage(parallel: str, names: list[str], rank: int) -> list[tuple[str, list[s
 
 HELD = [
     # Ranks, parallel, where the damage is, the tensors, and who is said to differ from whom.
-    (2, "ddp", 1, [WEIGHT], "ranks 0, 1 from each other"),
     (4, "ddp", 2, [WEIGHT, "embed.weight"], "rank 2 from ranks 0, 1, 3"),
     (4, "zero=3 replicate=2", 3, [WEIGHT], "ranks 1, 3 from each other"),
-    (4, "zero=1 replicate=2", 0, [WEIGHT], "ranks 0, 2 from each other"),
     (2, "tp=2", 1, ["norm.weight"], "ranks 0, 1 from each other"),  # what every rank has whole
     (4, "tp=2", 2, ["blocks.1.mlp.0.weight"], "ranks 0, 2 from each other"),
 ]
@@ -162,7 +160,7 @@ def many_steps(parallels: list[str], steps: int) -> list[int]:
 
 def test_many_steps_raise_no_false_alarm(run_distributed: Any) -> None:
     ddp, one, two, three, split = run_distributed(
-        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], 40
+        many_steps, 2, ["ddp", "zero=1", "zero=2", "zero=3", "tp=2"], 10
     )[0]
     assert ddp == 5
     assert one == two == three == 1  # the scalar, which each rank has; shards are on one rank each
@@ -202,12 +200,6 @@ def apart() -> str:
 
 def test_ranks_that_train_by_themselves_may_differ(run_distributed: Any) -> None:
     assert run_distributed(apart, 2) == ["", ""]
-
-
-def test_in_a_world_of_one_there_is_nothing_to_compare() -> None:
-    still = Still("ddp")
-    still.bits(WEIGHT)[0] += 1
-    assert still.step() == ""
 
 
 @pytest.mark.parametrize(

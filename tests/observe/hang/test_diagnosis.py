@@ -67,31 +67,12 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         (1,),
         "rank 1 never joined all_reduce #412 that ranks 0, 2, 3 entered at train.py:57; "
         "rank 1 is at data.py:88 in slow_fetch. ",
-    ), "two are missing": (
-        [rank(0, collective()), rank(1, place=SLOW), rank(2, place=SLOW), rank(3, collective())],
-        4,
-        "missing",
-        (1, 2),
-        "ranks 1, 2 never joined all_reduce #412 that ranks 0, 3 entered at train.py:57; "
-        "ranks 1, 2 are at data.py:88 in slow_fetch. ",
     ), "entered at different lines": (
         [rank(0, collective()), rank(1, collective(place=SAVE), place=SAVE), rank(2, place=SLOW)],
         3,
         "missing",
         (2,),
         "rank 2 never joined all_reduce #412 that rank 0 entered at train.py:57 and rank 1 at train.py:70; ",
-    ), "behind by several": (
-        [rank(0, collective(number=415), done=414), rank(1, place=SLOW)],
-        2,
-        "missing",
-        (1,),
-        "rank 1 never joined all_reduce #415 that rank 0 entered",
-    ), "no recorder": (
-        [rank(0, collective(number=None)), rank(1, place=SLOW)],
-        2,
-        "missing",
-        (1,),
-        "rank 1 never joined all_reduce that rank 0 entered at train.py:57; rank 1 is at data.py:88",
     ), "asynchronous and elsewhere": (  # rank 1's own is not complete, but what holds it up is its data set
         [rank(0, collective(number=413)), rank(1, collective(), place=SLOW, waits=False)],
         2,
@@ -105,13 +86,6 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         (1,),
         "the ranks are in collectives that do not belong together: ranks 0, 2 in all_reduce #412 of float32 [4] at "
         "train.py:57, rank 1 in all_reduce #412 of float32 [5] at train.py:70. ",
-    ), "dtypes": (
-        [rank(0, collective()), rank(1, collective(dtype="float64"))],
-        2,
-        "mismatch",
-        (0, 1),
-        "the ranks are in collectives that do not belong together: rank 0 in all_reduce #412 of float32 [4] at "
-        "train.py:57, rank 1 in all_reduce #412 of float64 [4] at train.py:57. ",
     ), "operations": (
         [rank(0, collective()), rank(1, collective("broadcast", place=SAVE)), rank(2, collective())],
         3,
@@ -156,13 +130,6 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         (0,),
         "the ranks wait for each other: rank 0 in all_gather #3 (Accelerator.save_state) at train.py:70, rank 1 in "
         "all_reduce #412 (backward) at train.py:57. Call Accelerator.save_state on every rank",
-    ), "save_state while another rank is at its data": (
-        [rank(0, collective("all_gather"), call="Accelerator.save_state"), rank(1, place=SLOW)],
-        2,
-        "missing",
-        (1,),
-        "rank 1 never joined all_gather #412 (Accelerator.save_state) that rank 0 entered at train.py:57; "
-        "rank 1 is at data.py:88 in slow_fetch. Call Accelerator.save_state on every rank",
     ), "groups in different orders": (
         [
             rank(0, collective(number=5, group="1"), groups=PAIRS),

@@ -30,21 +30,6 @@ def step(clock: StepClock) -> None:
     clock.stepped()
 
 
-def test_a_boundary_comes_when_a_batch_is_wanted_after_an_optimizer_step() -> None:
-    clock = StepClock()
-    clock.batch_wanted()
-    clock.backward_begins()
-    clock.batch_wanted()  # the second micro-batch of a window
-    clock.backward_begins()
-    assert clock.boundaries == 0
-    clock.stepped()
-    clock.stepped()  # a second optimizer
-    clock.batch_wanted()
-    assert clock.boundaries == 1
-    clock.batch_wanted()  # evaluation: no step since
-    assert clock.boundaries == 1
-
-
 def test_the_time_before_backward_is_counted_for_each_micro_batch(monkeypatch) -> None:
     times = iter([0.0, 1.0, 3.0, 10.0, 11.0, 13.0, 14.0, 20.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
@@ -71,14 +56,6 @@ def test_whoever_looks_on_is_told_also_when_another_leaves_at_that_moment(name: 
     clock.batch_comes(None)
     clock.boundary()
     assert called == [name]
-
-
-def test_without_a_stop_every_boundary_is_passed() -> None:
-    clock = StepClock()
-    StopGate(clock, stop)
-    for _ in range(5):
-        step(clock)
-    assert clock.boundaries == 4
 
 
 def test_nobody_answers_so_training_goes_on() -> None:

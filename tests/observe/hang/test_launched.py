@@ -20,8 +20,8 @@ def line_of(text: str) -> int:
 
 
 def test_a_rank_that_sleeps_is_named_with_its_line_and_then_the_run_is_ended(tmp_path: Path) -> None:
-    script = [SCRIPT, tmp_path, "--steps", "20", "--pause", "0.02", "--hang", "1:6:sleep"]
-    process = launch.start("--nproc", 2, "--cpu", "--hang-timeout", 8, *script, OMP_NUM_THREADS="1")
+    script = [SCRIPT, tmp_path, "--steps", "20", "--pause", "0.02", "--hang", "1:6"]
+    process = launch.start("--nproc", 2, "--cpu", "--hang-timeout", 6, *script, OMP_NUM_THREADS="1")
     ledger = tmp_path / "rank-1.txt"
     hung_at: list[float] = []
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from lockstep.history import EVENTS, read_lines
 from lockstep.testing import free_port
 from tests.launch import helpers as launch
 
@@ -57,7 +58,7 @@ def end(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
 
 def test_a_signal_to_any_rank_stops_all_at_one_step_and_the_next_start_goes_on(tmp_path: Path) -> None:
     for number, rank in [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)]:
-        processes = start(tmp_path, 2, "--steps", "60", "--pause", "0.02")
+        processes = start(tmp_path, 2, "--steps", "40", "--pause", "0.02")
         before = len(steps(tmp_path, 0))
         wait_for_step(tmp_path, before + 3)
         processes[rank].send_signal(number)
@@ -65,10 +66,16 @@ def test_a_signal_to_any_rank_stops_all_at_one_step_and_the_next_start_goes_on(t
         assert codes == [75, 75], errors
         done = steps(tmp_path, 0)
         assert len(done) == len(steps(tmp_path, 1))
-        assert before + 3 <= len(done) < 60
+        assert before + 3 <= len(done) < 40
         said = [error for error in errors if "all ranks stopped" in error]
         assert len(said) == 1  # once, by rank 0
         assert f"after {len(done) - before} steps because of {number.name}" in said[0]
+    events = [event for event in read_lines(tmp_path / "run" / EVENTS) if event["event"] != "checkpoint"]
+    assert [(event["attempt"], event["event"]) for event in events if event["event"] != "peak"] == [
+        *((0, name) for name in ("start", "stop", "end")),
+        *((1, name) for name in ("restart", "start", "loaded", "stop", "end")),
+    ]
+    assert [event["reason"] for event in events if event["event"] == "stop"] == ["SIGUSR1", "SIGTERM"]
     samples = [sample for r in range(2) for _, *batch in steps(tmp_path, r) for sample in batch]
     assert len(set(samples)) == len(samples)  # none repeated
     assert [step for step, *_ in steps(tmp_path, 0)] == list(range(1, len(steps(tmp_path, 0)) + 1))

@@ -1,6 +1,6 @@
 """A small training script for the tests of stop signals and hangs.
 
-    training.py OUT [--steps N] [--pause S] [--hang RANK:STEP:HOW] [--plain]
+    training.py OUT [--steps N] [--pause S] [--hang RANK:STEP] [--plain]
 
 Each rank appends a line to OUT/rank-R.txt for each step: the step and its samples. Saves every second step.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -34,18 +32,6 @@ class Progress:
 
 def slow_fetch() -> None:
     time.sleep(60)
-
-
-def hang(how: str) -> None:
-    if how == "sleep":
-        slow_fetch()
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "spin":
-        while True:
-            pass
-    elif how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -74,11 +60,10 @@ def main() -> None:
         with contextlib.suppress(NoCheckpointError):
             accelerator.load_state()
     rank = accelerator.process_index
-    who, when, how = args.hang.split(":") if args.hang else ("-1", "-1", "")
     with (args.out / f"rank-{rank}.txt").open("a") as ledger:
         for (batch,) in loader:
-            if rank == int(who) and progress.step == int(when):
-                hang(how)
+            if f"{rank}:{progress.step}" == args.hang:
+                slow_fetch()
             accelerator.backward(model(batch[:, None].expand(-1, 3) / 100).square().mean())
             optimizer.step()
             optimizer.zero_grad()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lockstep import Accelerator, DamageChecks
 from lockstep.history import EVENTS, MEASURES, read_lines
 from lockstep.observe.hang import WatchedRank, totals_of_ranks
-from tests.command import LOCKSTEP
-from tests.observe.hang import test_stop_signals as stopping
 from tests.observe.hang.test_coordinator import FakePeer, Run
+from tests.observe.measures.loops import train_on
 
 
-def events_in(folder: Path, *left_out: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / EVENTS) if line["event"] not in ("peak", *left_out)]
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / EVENTS) if line["event"] != "peak"]
 
 
 def test_rank_0_is_told_of_what_all_ranks_do() -> None:
@@ -61,102 +56,12 @@ def test_what_only_some_ranks_know_is_of_none() -> None:
     assert totals_of_ranks({1: watched(1.0, "nonsense")}, 2) == {"local_s": [None, 1.0], "sums": {}}
 
 
-def test_damage_is_an_event(tmp_path: Path) -> None:
+def test_damage_and_what_a_script_tells_are_events(tmp_path: Path) -> None:
     accelerator = Accelerator(run_dir=tmp_path, kwargs_handlers=[DamageChecks(bad_gradients="skip")])
-    model: Any = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(3):
-        accelerator.backward(model(torch.full((2, 4), float("nan") if number == 1 else 1.0)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.end_training()
+    accelerator.measures.event("phase", name="warm up")
+    train_on(accelerator, torch.nn.Linear(4, 1), [torch.full((2, 4), x) for x in (1.0, float("nan"), 1.0)])
     (damage,) = [event for event in events_in(tmp_path) if event["event"] == "damage"]
     assert "finite" in damage["sentence"]
-    assert len(list(read_lines(tmp_path / MEASURES))) == 3
-
-
-def test_an_event_of_the_scripts_own(tmp_path: Path) -> None:
-    accelerator = Accelerator(run_dir=tmp_path)
-    accelerator.measures.event("phase", name="warm up")
-    model: Any = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(torch.randn(2, 4)).sum())
-    optimizer.step()
-    accelerator.end_training()
     (phase,) = [event for event in events_in(tmp_path) if event["event"] == "phase"]
     assert (phase["name"], phase["step"], phase["attempt"]) == ("warm up", 0, 0)
-
-
-def test_a_stop_and_the_start_after_it_are_one_run(tmp_path: Path) -> None:
-    for attempt in range(2):
-        processes = stopping.start(tmp_path, 2, "--steps", "40", "--pause", "0.02")
-        stopping.wait_for_step(tmp_path, 3 + len(stopping.steps(tmp_path, 0)))
-        if attempt == 0:
-            processes[1].send_signal(signal.SIGTERM)
-        codes, errors = stopping.end(processes)
-        assert codes == [[75, 75], [0, 0]][attempt], errors
-    (folder,) = {path.parent for path in tmp_path.rglob(EVENTS)}
-    names = [(event["attempt"], event["event"]) for event in events_in(folder, "checkpoint")]
-    assert names == [
-        *((0, name) for name in ("start", "stop", "end")),
-        *((1, name) for name in ("restart", "start", "loaded", "end")),
-    ]
-    (stop,) = [event for event in events_in(folder) if event["event"] == "stop"]
-    assert stop["reason"] == "SIGTERM"
-    steps = [(line["attempt"], line["step"]) for line in read_lines(folder / MEASURES)]
-    assert [step for _, step in steps] == list(range(1, len(steps) + 1))
-    assert {attempt for attempt, _ in steps} == {0, 1}
-
-
-FAILS_ONCE = """
-import sys
-from pathlib import Path
-import torch
-from lockstep import Accelerator
-
-folder = Path(sys.argv[1])
-accelerator = Accelerator(run_dir=folder / "run")
-model = torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for number in range(4):
-    accelerator.backward(model(torch.randn(2, 4)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    if number == 2 and not (folder / "failed").exists():
-        (folder / "failed").touch()
-        raise RuntimeError("the first time")
-accelerator.end_training()
-"""
-
-
-@pytest.mark.parametrize("nproc", [1])
-def test_a_restart_by_the_launcher_goes_on_in_the_same_folder(tmp_path: Path, nproc: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(FAILS_ONCE)
-    command = [*LOCKSTEP, "launch", "--cpu", "--nproc", str(nproc)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    done = subprocess.run(
-        [*command, "--max-restarts", "1", str(script), str(tmp_path)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    names = [(event["attempt"], event["event"]) for event in events_in(tmp_path / "run")]
-    assert names == [
-        *((0, name) for name in ("start", "error", "end")),
-        *((1, name) for name in ("restart", "start", "end")),
-    ]
-    restart = next(event for event in events_in(tmp_path / "run") if event["event"] == "restart")
-    assert restart["reason"] == "restarted by the launcher"
-    lines = list(read_lines(tmp_path / "run" / MEASURES))
-    assert [(line["attempt"], line["step"]) for line in lines] == [
-        (0, 1),
-        (0, 2),
-        (0, 3),
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-    ]
+    assert len(list(read_lines(tmp_path / MEASURES))) == 3

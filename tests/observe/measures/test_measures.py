@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from lockstep.observe.measures import tokens_in
+from tests.observe.measures.loops import train_on
 
 
 class LoopValues:
@@ -80,15 +82,9 @@ def test_measures_are_what_the_loop_knows(accumulation: int) -> None:
 
 def test_a_script_says_how_many_tokens_it_trains_on() -> None:
     accelerator = Accelerator()
-    model: Any = torch.nn.Linear(4, 1)
-    loader: Any = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for number, batch in enumerate(loader):
-        if number != 2:
-            accelerator.measures.count_tokens(10 + number)
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-    accelerator.end_training()
+    count = accelerator.measures.count_tokens
+    loader: Any = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)  # type: ignore[arg-type]
+    train_on(accelerator, torch.nn.Linear(4, 1), loader, lambda number: number == 2 or count(10 + number))
     assert [step.tokens for step in accelerator.measures.recent] == [10, 11, None, 13]
 
 
@@ -104,20 +100,6 @@ def test_tokens_are_found_in_batches_of_many_shapes() -> None:
     assert tokens_in(ids) is None
     assert tokens_in({"input_ids": [[1, 2]]}) is None
     assert tokens_in({"x": ids}) is None
-
-
-def test_a_weighted_loss_is_the_mean_that_is_trained() -> None:
-    accelerator = Accelerator()
-    model: Any = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = model(torch.randn(3, 4)).square().squeeze(1)
-    weights = torch.tensor([1.0, 0.0, 3.0])
-    expected = float((losses.detach() * weights).sum() / 4)
-    accelerator.backward(losses, weight=weights)
-    optimizer.step()
-    accelerator.end_training()
-    assert accelerator.measures.latest is not None
-    assert accelerator.measures.latest.loss == pytest.approx(expected)
 
 
 def test_the_number_of_steps_is_a_number() -> None:
@@ -158,3 +140,12 @@ def test_no_accelerator_is_kept_alive_by_its_measures() -> None:
     gc.collect()
     assert gone() is None
     assert len(clock.at_step) == before
+
+
+def test_the_peak_is_that_of_the_process() -> None:
+    accelerator = Accelerator()
+    train_on(accelerator, torch.nn.Linear(100, 100, bias=False), 4 * [torch.randn(2, 100)])
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 0.9 * most <= accelerator.measures.memory["peak"] <= most
+    memories = [step.memory for step in accelerator.measures.recent]
+    assert memories == [accelerator.measures.memory, None, None, None]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep import Accelerator
-from lockstep.runtime import PARTS, Parts, difference
+from lockstep.runtime import Parts
+from tests.observe.measures.loops import train_on
 
 
 class FakeTime:
@@ -19,63 +18,6 @@ class FakeTime:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_each_moment_is_in_one_part() -> None:
-    rng = random.Random(0)
-    clock = FakeTime()
-    parts = Parts(clock)
-    expected = dict.fromkeys(PARTS, 0.0)
-    current = "other"
-    for _ in range(1000):
-        spent = rng.randrange(1000)
-        clock.now += spent
-        expected[current] += spent
-        following = rng.choice(PARTS)
-        assert parts.enter(following) == current
-        current = following
-    clock.now += 5
-    assert parts.read_entered() == expected
-    expected[current] += 5
-    assert parts.read() == expected
-    assert sum(parts.read().values()) == clock.now
-
-
-def test_a_difference_has_only_what_took_time() -> None:
-    clock = FakeTime()
-    parts = Parts(clock)
-    before = parts.read()
-    parts.enter("data")
-    clock.now += 2
-    parts.enter("backward")
-    clock.now += 3
-    assert difference(parts.read(), before) == {"data": 2.0, "backward": 3.0}
-
-
-def train(accelerator: Accelerator, steps: int, on_batch: Callable[[], object] = lambda: None) -> Any:
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader: Any = torch.utils.data.DataLoader(torch.randn(4 * steps, 4), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in loader:
-        on_batch()
-        accelerator.backward(model(batch).square().mean())
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def test_the_parts_of_real_steps_sum_to_what_the_clock_says() -> None:
-    accelerator = Accelerator()
-    train(accelerator, 12)
-    steps = [step.seconds for step in accelerator.measures.recent]
-    assert len(steps) == 11  # the last one has no boundary yet
-    for seconds in steps:
-        assert seconds is not None
-        rest = {part: value for part, value in seconds.items() if part != "total"}
-        assert {"data", "forward", "backward", "optimizer"} <= rest.keys() <= {*PARTS}
-        assert abs(sum(rest.values()) - seconds["total"]) <= 1e-9
 
 
 def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
@@ -149,35 +91,9 @@ def test_time_goes_to_the_part_in_which_it_is_spent(monkeypatch: Any) -> None:
     assert list(durations)[-1:] == [514.0]
 
 
-def test_evaluation_and_windows_do_not_end_a_step(tmp_path: Path) -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=3)
-    model: Any = torch.nn.Linear(4, 1)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader: Any = torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        for batch in loader:
-            model(batch)
-    assert accelerator.measures.step == 4
-    accelerator.end_training()
-    assert [step.step for step in accelerator.measures.recent] == [1, 2, 3, 4]
-    assert [step.samples for step in accelerator.measures.recent] == [6, 6, 6, 6]
-
-
 def test_a_loop_without_a_prepared_loader_has_steps() -> None:
     accelerator = Accelerator()
-    model: Any = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in range(5):
-        accelerator.backward(model(torch.randn(2, 4)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.end_training()
+    train_on(accelerator, torch.nn.Linear(4, 1), 5 * [torch.randn(2, 4)])
     steps = list(accelerator.measures.recent)
     assert [step.step for step in steps] == [1, 2, 3, 4, 5]
     assert all(step.samples is None for step in steps)

@@ -102,6 +102,10 @@ class Run:
         )
         self.skipped: list[int] = []
 
+    @property
+    def spikes(self) -> Any:
+        return self.accelerator.spikes
+
     def __iter__(self) -> Iterator[int]:
         """Trains; yields the number of micro-batches behind it, after each."""
         for number, batch in enumerate(self.loader):
@@ -163,6 +167,52 @@ def plainly(cell: Cell, planted: Mapping[int, str]) -> dict[str, torch.Tensor]:
             scheduler.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def only(cell: Cell, steps: list[int], planted: Mapping[int, str] = PLANTED) -> list[Batch]:
+    found, window = batches(cell, planted), cell.accumulation * cell.data
+    return [one for step in steps for one in found[step * window : (step + 1) * window]]
+
+
+def run_cells(
+    cells: list[Cell], policy: SpikePolicy, kept: list[int], folder: Path | None = None
+) -> list[dict[str, Any]]:
+    """Of each cell: what the policy did, with checkpoints in ``folder``, and the same training without it, on the
+    steps that are ``kept``."""
+    torch.set_num_threads(1)
+    found = []
+    for number, cell in enumerate(cells):
+        watched = Run(cell, policy, batches(cell, PLANTED))
+        skipped = watched.train() if folder is None else watched.train_saving(folder / str(number))
+        spikes = watched.spikes
+        counts = (spikes.steps, spikes.steps_skipped, spikes.batches_skipped, spikes.samples_skipped)
+        without = Run(cell, None, only(cell, kept))
+        assert without.train() == []
+        found.append(
+            {"skipped": skipped, "counts": counts, "watched": watched.state(), "without": without.state(),
+             "state": spikes.state_dict()}
+        )  # fmt: skip
+        watched.accelerator.free_memory()
+        without.accelerator.free_memory()
+    return found
+
+
+def check_cell(cell: Cell, of_ranks: list[dict[str, Any]], lost: int) -> None:
+    """All ranks have left the same steps out, ``lost`` with those that were gone back behind, without a trace."""
+    for found in of_ranks:
+        assert found["skipped"] == list(PLANTED), str(cell)
+        micro = lost * cell.accumulation
+        assert found["counts"] == (STEPS, lost, micro, micro * cell.data * ROWS), str(cell)
+        assert differences(found["watched"], found["without"]) == [], str(cell)
+        assert found["state"] == of_ranks[0]["state"], str(cell)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in one.items()
+        if not (torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name])
+    ]
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,20 @@ import torch
 from lockstep import Accelerator, DamageChecks, SpikeError, SpikePolicy
 from lockstep.comm import CommCounter
 from lockstep.errors import ConfigError, UsageError
-from tests.observe.spikes.problem import PLANTED, ROWS, STEPS, Cell, Run, batches, events_of, loss_of, plainly
+from tests.observe.spikes.problem import (
+    PLANTED,
+    ROWS,
+    STEPS,
+    Cell,
+    Run,
+    batches,
+    check_cell,
+    differences,
+    events_of,
+    loss_of,
+    plainly,
+    run_cells,
+)
 from tests.refusals import expect_refusal
 
 POLICY = SpikePolicy(window=16, warmup=8, gradient_norm_threshold=40.0, loss_threshold=40.0)
@@ -19,67 +32,31 @@ POLICY = SpikePolicy(window=16, warmup=8, gradient_norm_threshold=40.0, loss_thr
 ALONE = [
     Cell(),
     Cell(accumulation=3),
-    Cell(clips=True),
     Cell(fp16=True, clips=True),
     Cell(fp16=True, accumulation=2),
 ]
 BY_TWO = [
-    Cell(data=2),
     Cell(data=2, accumulation=2, clips=True),
     Cell(data=2, fp16=True),
-    Cell("zero=1", data=2),
     Cell("zero=2", data=2, accumulation=2),
     Cell("zero=3", data=2, clips=True),
     Cell("tp=2", clips=True),
-    Cell("pp=2", accumulation=2, clips=True),
-    Cell("pp=2", fp16=True),
+    Cell("pp=2", accumulation=2, fp16=True),
 ]
-
-
-def run_cells(cells: list[Cell]) -> list[dict[str, Any]]:
-    """Of each cell: what the policy did, and the same training without it and without these batches."""
-    torch.set_num_threads(1)
-    found = []
-    for cell in cells:
-        watched = Run(cell, POLICY, batches(cell, PLANTED))
-        skipped = watched.train()
-        spikes = watched.accelerator.spikes
-        assert spikes is not None
-        counts = (spikes.steps, spikes.steps_skipped, spikes.batches_skipped, spikes.samples_skipped)
-        without = Run(cell, None, batches(cell, PLANTED, leave_out=True))
-        assert without.train() == []
-        found.append(
-            {"skipped": skipped, "counts": counts, "watched": watched.state(), "without": without.state(),
-             "state": spikes.state_dict()}
-        )  # fmt: skip
-        watched.accelerator.free_memory()
-        without.accelerator.free_memory()
-    return found
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [
-        name
-        for name, value in one.items()
-        if not (torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name])
-    ]
 
 
 @pytest.mark.parametrize(("world_size", "cells"), [(1, ALONE), (2, BY_TWO)], ids=["1 rank", "2 ranks"])
 def test_a_skipped_step_leaves_no_trace(run_distributed: Any, world_size: int, cells: list[Cell]) -> None:
-    """70 planted spikes, on 1 and 2 ranks."""
+    """50 planted spikes, on 1 and 2 ranks."""
     torch.set_num_threads(1)
-    ranks = run_distributed(run_cells, world_size, cells, timeout_s=120)
+    kept = [step for step in range(STEPS) if step not in PLANTED]
+    ranks = run_distributed(run_cells, world_size, cells, POLICY, kept, timeout_s=120)
     for number, cell in enumerate(cells):
         expected = plainly(cell, PLANTED)
         of_ranks = [rank[number] for rank in ranks]
         assert {name for found in of_ranks for name in found["watched"]} >= expected.keys()
+        check_cell(cell, of_ranks, len(PLANTED))
         for found in of_ranks:
-            assert found["skipped"] == list(PLANTED), str(cell)
-            micro = len(PLANTED) * cell.accumulation
-            assert found["counts"] == (STEPS, len(PLANTED), micro, micro * cell.data * ROWS), str(cell)
-            assert differences(found["watched"], found["without"]) == [], str(cell)
-            assert found["state"] == of_ranks[0]["state"], str(cell)
             if cell.parallel == "ddp" and not cell.fp16:
                 assert differences(expected, found["watched"]) == [], str(cell)
             elif not cell.fp16:
@@ -155,9 +132,7 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(tmp_path: Path, s
     resumed.train()
     assert run.skipped == list(PLANTED)
     assert differences(run.state(), resumed.state()) == []
-    assert run.accelerator.spikes is not None
-    assert resumed.accelerator.spikes is not None
-    assert run.accelerator.spikes.state_dict() == resumed.accelerator.spikes.state_dict()
+    assert run.spikes.state_dict() == resumed.spikes.state_dict()
 
 
 def test_a_run_that_does_not_recover_stops() -> None:
@@ -174,9 +149,8 @@ def test_gradients_that_overflow_are_the_loss_scalers() -> None:
     run = Run(cell, POLICY, batches(cell, {10: "gradient"}), scale=2.0**12)
     run.train()
     assert run.skipped == [10]
-    assert run.accelerator.spikes is not None
-    assert run.accelerator.spikes.steps_skipped == 0
-    assert len(run.accelerator.spikes.state_dict()["loss"]) == 16
+    assert run.spikes.steps_skipped == 0
+    assert len(run.spikes.state_dict()["loss"]) == 16
     assert run.accelerator.scaler is not None
     # Two times four steps, the half, and three times four steps.
     assert run.accelerator.scaler.get_scale() == 2.0**16
@@ -185,8 +159,7 @@ def test_gradients_that_overflow_are_the_loss_scalers() -> None:
 def test_an_open_window_is_shared_by_other_ranks() -> None:
     cell = Cell()
     run = Run(cell, POLICY, batches(cell, {}))
-    spikes = run.accelerator.spikes
-    assert spikes is not None
+    spikes = run.spikes
     empty = spikes.state_dict()
     saved = [{**empty, "batches": 7, "first_batch": 7, "open": [total, 1.0]} for total in (3.0, 5.0)]
     spikes.load_state_dicts([*saved], None)

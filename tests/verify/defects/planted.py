@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from inspect import getmodule
 from typing import Any
 
@@ -74,23 +74,6 @@ def gradients_not_reduced(planted: Planted) -> None:
 
 
 @defect
-def gradients_summed(planted: Planted) -> None:
-    _with_hook(lambda bucket: dist.all_reduce(bucket.buffer()))
-
-
-@defect
-def two_gradients_of_a_bucket_swapped(planted: Planted) -> None:
-    def swapped(bucket: Any) -> None:
-        _average(bucket.buffer())
-        one, other = (gradient for gradient in bucket.gradients() if gradient.shape == (24, 24))
-        one_before = one.clone()
-        one.copy_(other)
-        other.copy_(one_before)
-
-    _with_hook(swapped)
-
-
-@defect
 def gradients_of_the_step_before(planted: Planted) -> None:
     kept: dict[int, Tensor] = {}
 
@@ -125,37 +108,6 @@ def gradients_not_set_to_zero(planted: Planted) -> None:
         optimizer.zero_grad = lambda *args, **kwargs: None
 
     planted.on_prepared = prepared
-
-
-def _changed_before_clipping(change: Callable[[int, list[nn.Parameter]], None]) -> Planting:
-    """``change`` gets the step, from 1, and the parameters."""
-
-    def planting(planted: Planted) -> None:
-        steps = itertools.count(1)
-
-        def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
-            clip = accelerator.clip_grad_norm_
-
-            def changed(parameters: Iterable[nn.Parameter], *args: Any) -> Tensor:
-                held = list(parameters)
-                change(next(steps), held)
-                return clip(held, *args)
-
-            accelerator.clip_grad_norm_ = changed
-
-        planted.on_prepared = prepared
-
-    return planting
-
-
-@defect
-def gradients_zero_on_one_rank(planted: Planted) -> None:
-    def change(step: int, parameters: list[nn.Parameter]) -> None:
-        if planted.rank == 1 and step == 2:
-            for parameter in parameters:
-                parameter.grad.zero_()  # type: ignore[union-attr]
-
-    _changed_before_clipping(change)(planted)
 
 
 class _Changed:
@@ -238,44 +190,6 @@ def scheduler_steps_twice(planted: Planted) -> None:
 
 
 @defect
-def states_swapped(planted: Planted) -> None:
-    def swap(optimizer: Any, *_: object) -> None:
-        one, other = (state for p, state in optimizer.state.items() if p.shape == (24, 24))
-        if one["step"] == 1:
-            one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
-
-    def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        optimizer.register_step_post_hook(swap)
-
-    planted.on_made = made
-
-
-def _around_steps(change: Callable[[Planted, nn.Module, Any, int], Callable[[], None] | None]) -> Planting:
-    """``change`` is called before a step, and what it returns after it."""
-
-    def planting(planted: Planted) -> None:
-        after: list[Callable[[], None] | None] = []
-
-        def made(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-            steps = itertools.count(1)
-
-            def before(*_: object) -> None:
-                after.append(change(planted, model, optimizer, next(steps)))
-
-            def behind(*_: object) -> None:
-                undo = after.pop()
-                if undo is not None:
-                    undo()
-
-            optimizer.register_step_pre_hook(before)
-            optimizer.register_step_post_hook(behind)
-
-        planted.on_made = made
-
-    return planting
-
-
-@defect
 def step_skipped_on_one_rank(planted: Planted) -> None:
     def prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
         step, made = optimizer.step, itertools.count(1)
@@ -291,35 +205,6 @@ def step_skipped_on_one_rank(planted: Planted) -> None:
 
 
 # Data, seeds, buffers ------------------------------------------------------------------------------------
-
-
-def _of_rows(rows: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    return [rows(part) for part in batch] if isinstance(batch, (list, tuple)) else rows(batch)
-
-
-def _with_batches(change: Callable[[Any], Any]) -> None:
-    """What a prepared loader reads, before anyone looks at it."""
-    from lockstep.data import PreparedLoader
-
-    made = PreparedLoader.__init__
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        type(self).around = property(_around, lambda loader, around: vars(loader).update(looks_on=around))
-
-    def _around(loader: Any) -> Callable[..., Iterator[Any]]:
-        looks_on = vars(loader).get("looks_on") or (lambda _, batches: batches)
-        return lambda of, batches: looks_on(of, map(change, batches))
-
-    PreparedLoader.__init__ = changed
-
-
-@defect
-def sample_read_twice(planted: Planted) -> None:
-    def twice(rows: Tensor) -> Tensor:
-        return torch.cat([rows[:1], rows[:1], rows[2:]]) if planted.rank == 1 else rows
-
-    _with_batches(lambda batch: _of_rows(twice, batch))
 
 
 @defect
@@ -339,16 +224,6 @@ def another_mask_of_dropout(planted: Planted) -> None:
             drop.register_forward_pre_hook(lambda *_: torch.manual_seed(17) and None)
 
     planted.on_prepared = prepared
-
-
-@defect
-def statistics_in_bf16(planted: Planted) -> None:
-    def change(planted: Planted, model: nn.Module, optimizer: Any, step: int) -> None:
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_var"):
-                buffer.copy_(buffer.bfloat16())
-
-    _around_steps(change)(planted)
 
 
 # Tensor and sequence parallel ----------------------------------------------------------------------------
@@ -404,19 +279,3 @@ def gradients_of_experts_summed(planted: Planted) -> None:
 
     layer = getmodule(MixtureOfExperts)
     layer.ScaledGradient = _Changed(layer.ScaledGradient, apply=lambda tensor, factor: tensor)
-
-
-@defect
-def tokens_at_other_experts(planted: Planted) -> None:
-    from dataclasses import replace
-
-    from lockstep.parallel.expert import MixtureOfExperts
-
-    layer = getmodule(MixtureOfExperts)
-    traffic = layer.traffic
-
-    def other(*args: Any) -> Any:
-        found = traffic(*args)
-        return replace(found, per_expert=found.per_expert[::-1])
-
-    layer.traffic = other
