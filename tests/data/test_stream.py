@@ -73,8 +73,8 @@ def test_ready_made_batches_are_dealt_whole_and_counted():
         ([0, 1, 2], BatchCounts((4, 3), (4, 3)), False),
         ([0, 1, 2, 3], BatchCounts((2, 4), (2, 0)), True),
     ]
-    with pytest.raises(ConfigError, match="dispatch_batches=False"):
-        prepare(DataLoader(Batches(), batch_size=None), world=2, split_batches=True, dispatch_batches=False)
+    with pytest.raises(ConfigError, match="Use split_batches=False"):
+        prepare(DataLoader(Batches(), batch_size=None), world=2, split_batches=True)
 
 
 def shift_by_worker(worker_id):

@@ -23,23 +23,16 @@ def decide(
 ) -> tuple[ShardPlan, bool]:
     """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
     check_loader(loader, axes.data)
-    if cuts_whole_batches(loader, config) and axes.data > 1:
-        if config.dispatch_batches is False:
-            raise ConfigError(
-                "split_batches=True of a loader with batch_size=None lets rank 0 read each batch and give every rank "
-                "its rows. Leave out dispatch_batches=False, or use split_batches=False."
-            )
-        # Rank 0 reads each batch as one process would, and every rank gets its rows.
-        return plan_for(loader, config, 1, True), True
+    makes_batches = loader.batch_size is None and batches_by_sampler(loader) is None
+    if config.split_batches and makes_batches and axes.data > 1:
+        raise ConfigError(
+            "split_batches=True cuts the batches that a loader makes, but this one has batch_size=None: its dataset "
+            "makes them. Use split_batches=False, and let the dataset make batches for one rank."
+        )
     dispatch = should_dispatch(loader, config, axes)
     plan = plan_for(loader, config, axes.data, dispatch)
     check_plan(loader, plan)
     return plan, dispatch
-
-
-def cuts_whole_batches(loader: DataLoader[object], config: DataLoaderConfiguration) -> bool:
-    """Return whether batches that the dataset makes itself are cut into rows."""
-    return config.split_batches and loader.batch_size is None and batches_by_sampler(loader) is None
 
 
 def is_iterable(loader: DataLoader[object]) -> bool:

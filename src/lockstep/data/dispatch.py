@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 
 from lockstep.comm.collectives import Communicator
-from lockstep.comm.functional import slice_tensors
 from lockstep.comm.tree import leaves, map_tensors
-from lockstep.data.batch_sharding import unpadded
-from lockstep.data.readers import GlobalBatches, ReadRound, row_count
-from lockstep.errors import LockstepError, UsageError
+from lockstep.data.readers import GlobalBatches, ReadRound
+from lockstep.errors import LockstepError
 
 
 class Announcement(NamedTuple):
@@ -29,13 +27,11 @@ def dispatched(
     rank: int,
     device: torch.device,
     move: Callable[[list[object]], list[object]],
-    cut: int,
 ) -> GlobalBatches:
     """Yield this rank's batch of each round, on ``device``, to which ``move`` moves what is read.
 
-    ``source`` is a reader for all ranks on rank 0 and None elsewhere; where it reads one batch for all of them,
-    ``cut`` is the number of ranks that get its rows, else 1. Every ``next`` is a collective call, so all ranks must
-    iterate in step.
+    ``source`` is a reader for all ranks on rank 0 and None elsewhere. Every ``next`` is a collective call, so all ranks
+    must iterate in step.
 
     Raises:
         LockstepError: on the other ranks, when reading fails on rank 0, which raises the original.
@@ -46,7 +42,7 @@ def dispatched(
         failure: Exception | None = None
         if source is not None:
             try:
-                parts, announcement = _next_round(source, move, cut)
+                parts, announcement = _next_round(source, move)
             except Exception as error:
                 failure = error
                 announcement = Announcement(error=f"{type(error).__name__}: {error}")
@@ -66,35 +62,16 @@ def dispatched(
 
 
 def _next_round(
-    source: GlobalBatches, move: Callable[[list[object]], list[object]], cut: int
+    source: GlobalBatches, move: Callable[[list[object]], list[object]]
 ) -> tuple[list[object], Announcement]:
     following = next(source, None)
     if following is None:
         return [], Announcement()
     batches, this = following
-    if cut > 1:
-        batches = _rows_of_ranks(batches[0], cut)
-        this = this._replace(counts=unpadded((row_count(batches[0]) or 0,) * cut))
     parts = move(list(batches))
     # Meta tensors have a shape and a dtype but no data: the skeleton is all that must be pickled.
     skeleton = map_tensors(lambda tensor: tensor.to("meta"), parts)
     return parts, Announcement(skeleton, this)
-
-
-def _rows_of_ranks(batch: object, ranks: int) -> list[object]:
-    """Return the batch cut into as many equal parts as there are ranks."""
-    rows = {
-        len(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves(batch).values()
-    }
-    size = rows.pop() if len(rows) == 1 else None
-    if size is None or size % ranks:
-        raise UsageError(
-            f"split_batches=True cuts each batch of this loader (batch_size=None) into {ranks} equal parts, but one "
-            + ("is not made of tensors with equally many rows" if size is None else f"has {size} rows")
-            + f". Make batches of tensors whose rows {ranks} divides, or use split_batches=False."
-        )
-    part = size // ranks
-    return [slice_tensors(batch, slice(rank * part, (rank + 1) * part)) for rank in range(ranks)]
 
 
 def _share(

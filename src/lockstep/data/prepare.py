@@ -94,7 +94,6 @@ def prepare_loader(
             rank=rank,
             device=runtime.device,
             move=moves_to(runtime.device),
-            cut=world_size // plan.world_size,
         )
     return PreparedLoader(
         LoaderParts(
