@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config import Host, chosen, parse_hosts, read_hostfile
+from lockstep.config import Host, parse_hosts, read_hostfile
 from lockstep.errors import ConfigError
 from lockstep.launch import (
     SSH,
@@ -108,14 +108,6 @@ def test_a_hostfile_of_deepspeed_is_read(tmp_path: Path) -> None:
     )
     expected = (Host("worker-1", 4), Host("worker-2", 4), Host("worker-3", 2), Host("worker-4"))
     assert read_hostfile(path) == expected
-    assert chosen(expected, "worker-3@worker-1", None) == (expected[0], expected[2])
-    assert chosen(expected, None, "worker-4") == expected[:3]
-    for include, exclude, sentence in (
-        ("worker-9", None, "worker-9"),
-        ("worker-1:0,1", None, "slots of a host"),
-        (None, "worker-1@worker-2@worker-3@worker-4", "excludes all"),
-    ):
-        expect_refusal(ConfigError, sentence, chosen, expected, include, exclude)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ def test_a_list_of_hosts_says_how_many_machines_and_processes() -> None:
     assert (listed.transport.backend, listed.num_machines, listed.nproc) == ("hosts", 2, 4)
     assert [host.target for host in listed.transport.hosts] == ["a", "me@b"]
     assert plan({"hosts": "a:4,b:4", "nproc": 2}).nproc == 2
-    assert plan({"hosts": "a,b,c", "exclude_hosts": "b", "nproc": 2}).num_machines == 2
     assert plan({"hosts": "a,b", "mpi": True, "nproc": 2}).transport.backend == "mpi"
 
 
@@ -108,7 +107,6 @@ def test_settings_of_failures_and_of_the_network_reach_the_plan() -> None:
         ({"ray": True, "mpi": True}, "mpi and ray"),
         ({"hosts": "a", "hostfile": "f"}, "hosts and hostfile"),
         ({"slurm_options": {"a": "b"}}, "only with --slurm"),
-        ({"include_hosts": "a"}, "only with --hosts or --hostfile"),
         ({"forward_env": ("A",)}, "forward_env"),
         ({"hosts": "a:2,b:2", "num_machines": 3}, "num_machines is 3, but hosts names 2"),
         ({"hosts": "a:2,b:3"}, "different numbers of slots"),

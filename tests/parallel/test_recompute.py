@@ -163,21 +163,7 @@ class Convolved(nn.Module):
         return x + F.dropout(self.second(F.gelu(self.first(x))), 0.2, self.training)
 
 
-class InPlace(nn.Module):
-    """Writes into the results of its products: as a whole, and into parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.second(self.activation(self.first(x))).add_(1.0)
-        left, right = self.third(hidden).unsafe_chunk(2, -1)
-        return x + torch.cat([left.sigmoid_(), right.tanh_()], -1) * hidden
-
-
-KINDS = [Block, Normed, Counting, Spectral, Convolved, InPlace]
+KINDS = [Block, Normed, Counting, Spectral, Convolved]
 
 
 @pytest.mark.parametrize("kind", KINDS)

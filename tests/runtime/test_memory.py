@@ -13,7 +13,6 @@ from lockstep import find_executable_batch_size
 from lockstep.errors import UsageError
 from lockstep.runtime import is_out_of_memory
 from lockstep.utils import clear_device_cache, release_memory
-from tests.refusals import expect_refusal
 
 
 def fails_above(limit: int, tried: list[int]) -> Any:
@@ -70,17 +69,6 @@ def test_other_errors_pass_through_at_once() -> None:
 
     with pytest.raises(ValueError):
         train()
-
-
-def test_passing_the_batch_size_oneself_is_explained() -> None:
-    @find_executable_batch_size
-    def train(batch_size: int, model: str) -> None: ...
-
-    expect_refusal(TypeError, "train(model='gpt')", train, 64, "gpt")
-
-
-def test_a_function_without_parameters_is_explained() -> None:
-    expect_refusal(TypeError, "batch_size", find_executable_batch_size(lambda: None))
 
 
 def test_what_the_failed_attempt_held_is_free_at_the_next() -> None:

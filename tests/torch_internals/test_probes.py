@@ -118,7 +118,7 @@ OTHERWISE = [
     ("autograd", "torch._C", "_current_graph_task_id", lambda: 0),
     ("c10d", "lockstep.torch_internals.c10d", "reduction_of", lambda op: (None, None)),
     ("c10d:probe_recorder", "lockstep.torch_internals.c10d", "DUMPS", ()),
-    ("modules", "torch.nn:Module", "_apply", lambda self, *_, **__: self.zero_grad() or self),
+    ("modules", "torch.nn:Module", "half", lambda self: self),
     ("tensors", "torch", "_neg_view", lambda tensor: tensor.view(tensor.shape)),
     ("fake", "lockstep.torch_internals.fake", "UNKNOWN_VALUE", ()),
     ("gloo", "lockstep.torch_internals.gloo", "NAMESPACE", "aten"),
@@ -130,7 +130,7 @@ OTHERWISE = [
         "flash_for_cpu",
         lambda q, k, v, *_, **__: (q, q[..., 0]),
     ),
-    ("optim", "torch", "_foreach_mul_", lambda tensors, factor: None),
+    ("optim", "torch.amp:GradScaler", "_get_scale_async", lambda self: None),
 ]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -32,8 +31,8 @@ class Stateful(Protocol):
 class AccumulationWindow(Stateful, Protocol):
     """The accumulation window of a run; see ``preparation.window``."""
 
-    def places(self) -> dict[str, torch.Tensor]:
-        """Return where reduced gradients are, by their path in the state."""
+    def places(self) -> list[str]:
+        """Return the names of the parameters that this rank has, each behind the number of its model."""
 
     def is_unchanged(self, states: list[dict[str, object]]) -> bool:
         """Return whether ranks that are spread as those that saved these go on."""

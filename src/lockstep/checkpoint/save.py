@@ -50,7 +50,6 @@ def save_checkpoint(
     settings: Mapping[str, object],
     blocking: bool = True,
     in_memory: bool = False,
-    add_files: Callable[[str], None] | None = None,
 ) -> str:
     """Write a checkpoint and return its directory. Every rank calls it, and all raise alike.
 
@@ -62,8 +61,6 @@ def save_checkpoint(
         blocking: False: return as soon as what is saved is sure to be the state of now; a failure after that is
             raised by the next call.
         in_memory: Write to the memory of the machines, of which each keeps a copy of another one's part.
-        add_files: Called on each rank with the local directory in which the checkpoint is made; files that it writes
-            there belong to it.
     """
     communicator, background = checkpointer.communicator, checkpointer.background
     checkpointer.wait()
@@ -82,7 +79,7 @@ def save_checkpoint(
         copies = None if blocking else background.defer()
         is_numbered = output_dir is None and not in_memory
         called = SaveRequest(
-            checkpointer, target, contents, settings, add_files, is_numbered, store, directory, state, copies
+            checkpointer, target, contents, settings, is_numbered, store, directory, state, copies
         )
         if not called.changes_state:
             called.freeze()
@@ -184,11 +181,6 @@ def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer
                 run_hooks(checkpointer.hooks.save.values(), contents, weights, state, area.path)
                 # A hook that builds a model draws its weights.
                 collect_random(state, rank)
-
-        # From each rank to all: whether it has added its files.
-        if request.add_files is not None:
-            with raise_on_all_ranks(communicator):
-                request.add_files(area.path)
 
         # Where machines share no file system: every shard of everything, to all ranks of its mesh.
         if request.gathers:

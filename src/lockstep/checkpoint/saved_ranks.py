@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -67,11 +67,6 @@ class Sources:
             for other in self._ranks_to_read()
         ]
 
-    @property
-    def is_part(self) -> bool:
-        """Whether it lacks ranks that saved: machines that share no file system have their own only."""
-        return len(self._heads) < self._saved
-
     def _ranks_to_read(self) -> Iterable[int]:
         """Return the ranks that are looked at: all of this world, or of another those whose state is
         there.
@@ -100,11 +95,7 @@ class Sources:
 
 def _head(document: Document) -> Document:
     """Return what other ranks look at: its place, and its open window."""
-    return {
-        key: value
-        for key, value in document.items()
-        if key in ("place", "parts") or key.startswith("window.")
-    }
+    return {key: value for key, value in document.items() if key == "place" or key.startswith("window.")}
 
 
 def _read(document: Document, what: str) -> DataCoordinates | None:
@@ -123,8 +114,6 @@ def _read(document: Document, what: str) -> DataCoordinates | None:
     )
 
 
-FoundValue = TypeVar("FoundValue")
-
 GRADIENTS = ("local", "reduced", "partial")
 """What a window's state has of a model by the names of parameters; see ``parallel.accumulated``."""
 
@@ -134,8 +123,8 @@ def plan_window(
 ) -> tuple[AccumulationWindow, list[Document], int] | None:
     """One state for each rank with gradients of its own when it was saved, and the number of this rank's.
 
-    Where as many go on that are spread alike, each needs its own alone: the tensors of the others are not read. Of the
-    models numbered ``spread`` this rank has some blocks.
+    Where as many go on that are spread alike, each reads the tensors of its own. Of the models numbered ``spread`` this
+    rank has some blocks.
     """
     documents = sources.documents()
     # It was imported from another format.
@@ -147,42 +136,19 @@ def plan_window(
         for tensor, entry in checkpoint.index.items()
         if ".window." in tensor or tensor.startswith(name)
     }
-    states = _work_on_each(documents, lambda document: _checked(decode(document[name], shapes), checkpoint))
-    numbers = sources.gradient_ranks()
-    # With the same ranks and the same layout, each rank goes on with its own gradients, and nothing has to be summed.
-    unchanged = sources.same_places and item.is_unchanged(_without_replicas(states, numbers))
-    if not unchanged and (sources.is_part or spread or any(document.get("parts") for document in documents)):
-        _refuse_gradients(states, checkpoint)
-    # Shards are read as they are laid out now; what was not reduced is whole, as each rank's own.
-    like = {f"{name}.{path}": place for path, place in item.places().items()}
-    dtensors = {path: place for path, place in like.items() if is_dtensor(place)}
-    # With other ranks, each one's gradients are addends of the window's: all of them are read.
-    mine = {id(documents[sources.rank])} if unchanged else {id(document) for document in documents}
-    read = _work_on_each(
-        documents,
-        lambda document: (
-            _checked(decoded(checkpoint, document[name], dtensors), checkpoint)
-            if id(document) in mine
-            else None
-        ),
-    )
-    states = [state if found is None else found for state, found in zip(states, read, strict=True)]
-    joined = _without_replicas(states, numbers)
-    if unchanged:
-        joined[sources.gradient_rank] = states[sources.rank]
-    if spread or any(document.get("parts") for document in documents):
-        _drop_others(joined, {path.removeprefix(f"{name}.") for path in like})
+    # One document may stand for several ranks.
+    found = {id(document): _checked(decode(document[name], shapes), checkpoint) for document in documents}
+    joined = _without_replicas([found[id(document)] for document in documents], sources.gradient_ranks())
+    unchanged = sources.same_places and item.is_unchanged(joined)
+    if not unchanged:
+        _refuse_gradients(joined, checkpoint)
+    if spread:
+        _drop_others(joined, set(item.places()))
     item.check(joined)
+    if unchanged:
+        own = decoded(checkpoint, documents[sources.rank][name])
+        joined[sources.gradient_rank] = _checked(own, checkpoint)
     return item, joined, sources.gradient_rank
-
-
-def _work_on_each(documents: list[Document], work: Callable[[Document], FoundValue]) -> list[FoundValue]:
-    """``work`` of each document; of one that stands for several ranks once."""
-    done: dict[int, FoundValue] = {}
-    for document in documents:
-        if id(document) not in done:
-            done[id(document)] = work(document)
-    return [done[id(document)] for document in documents]
 
 
 def _checked(state: Document, checkpoint: Checkpoint) -> Document:
@@ -243,6 +209,7 @@ def _check_counts(window: Document) -> None:
 
 
 def _check_model(what: str, model: Document) -> None:
+    # Earlier versions saved ``reduced`` and ``partial``, which are refused where they are not empty.
     _has(
         model,
         what,
@@ -255,21 +222,6 @@ def _check_model(what: str, model: Document) -> None:
             _check_sparse(f"{what}.local.{name}", gradient)
         else:
             _check_gradient(f"{what}.local.{name}", gradient)
-    for name, gradient in model["reduced"].items():
-        _check_gradient(f"{what}.reduced.{name}", gradient)
-    for name, group in model["partial"].items():
-        _check_partial(f"{what}.partial.{name}", group)
-
-
-def _check_partial(what: str, group: Document) -> None:
-    _has(group, what, {"sum": torch.Tensor, "rows": list, "factor": (int, float), "replicas": int})
-    _check_gradient(f"{what}.sum", group["sum"])
-    if group["sum"].dim() != 1 or group["replicas"] < 1 or not math.isfinite(group["factor"]):
-        raise ValueError(f"{what} is not a sum over replicas")
-    for row in group["rows"]:
-        _has(row, f"{what}.rows", {"name": str, "offset": int, "start": int, "count": int})
-        if not all(0 <= row[key] <= group["sum"].numel() for key in ("offset", "start", "count")):
-            raise ValueError(f"{what} has rows that are not in its sum")
 
 
 def _check_gradient(what: str, gradient: object) -> None:
@@ -305,7 +257,7 @@ def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]
 
 
 def _without_replicas(states: list[Document], numbers: list[int]) -> list[Document]:
-    """Of ranks with the same number the first one's state, with the gradients of all their blocks."""
+    """Of ranks with the same number the first one's state, with what was stepped on of all their blocks."""
     joined: dict[int, Document] = {}
     for number, state in zip(numbers, states, strict=True):
         if number not in joined:
@@ -313,31 +265,26 @@ def _without_replicas(states: list[Document], numbers: list[int]) -> list[Docume
             continue
         # Ranks of one number share their data, and hold different blocks: what one lacks, another one has.
         for mine, other in zip(joined[number]["models"], state["models"], strict=True):
-            for kind in GRADIENTS:
-                mine[kind] = {**other[kind], **mine[kind]}
             mine["spent"] = list(dict.fromkeys([*mine["spent"], *other["spent"]]))
     return [joined[number] for number in sorted(joined)]
 
 
 def _refuse_gradients(states: list[Document], checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if there are gradients in a window that only the same ranks can go on in."""
-    if any(model[kind] for state in states for model in state["models"] for kind in GRADIENTS):
+    """Raise CheckpointError if a window is open, in which only the same ranks can go on."""
+    has_gradients = any(model[kind] for state in states for model in state["models"] for kind in GRADIENTS)
+    if has_gradients or any(state["window"]["divisor"] is not None for state in states):
         raise CheckpointError(
-            f"{checkpoint.root} was saved inside an accumulation window: its gradients cannot be moved to ranks "
-            "that hold other parts of the model. Load it with the same number of ranks and the same 'parallel', "
-            "or load a checkpoint from the end of a window."
+            f"{checkpoint.root} was saved inside an accumulation window: its gradients cannot be moved to other ranks. "
+            "Load it with the same number of ranks and the same 'parallel', or load a checkpoint from the end of a "
+            "window."
         )
 
 
 def _drop_others(states: list[Document], here: set[str]) -> None:
-    """Keep of each state what belongs to parameters that this rank has."""
+    """Keep of what was stepped on the parameters that this rank has."""
     for state in states:
         for i, model in enumerate(state["models"]):
-            names = {path.removeprefix(f"models.{i}.reduced.") for path in here}
-            for kind in ("local", "reduced"):
-                model[kind] = {name: value for name, value in model[kind].items() if name in names}
-            model["spent"] = [name for name in model["spent"] if name in names]
-            model["partial"] = {first: group for first, group in model["partial"].items() if first in names}
+            model["spent"] = [name for name in model["spent"] if f"{i}.{name}" in here]
 
 
 def decoded(checkpoint: Checkpoint, document: object, like: Mapping[str, torch.Tensor] | None = None) -> Any:

@@ -84,9 +84,6 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
     collect_random(found, rank)
     if contents.place is not None:
         found.own["place"] = asdict(contents.place)
-    # The gradients are those of some blocks, too.
-    if contents.whole:
-        found.own["parts"] = True
     for name, item in contents.stateful(*OF_RANK):
         found.own[name] = _collect_of_rank(item, name, rank, found)
     for name, tensor in (*found.tensors.items(), *found.of_first.items(), *found.shared.items()):
@@ -106,21 +103,16 @@ def collect_random(found: RankState, rank: int) -> None:
 def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> object:
     tensors: dict[str, torch.Tensor] = {}
     document = encode(item.state_dict(), tensors, name)
-    is_window = name.startswith("window.")
-    reduced = {f"{name}.{path}" for path in item.places()} if is_window else set()
     names = {}
     for path, tensor in tensors.items():
         names[path] = path
-        if is_dtensor(tensor) and (path in reduced or not is_window):
+        if is_dtensor(tensor):
             found.tensors[path] = tensor
         elif name.startswith("object."):
             found.shared[path] = tensor
         else:
             names[path] = f"rank.{rank}.{path}"
-            found.of_rank[names[path]] = local(tensor)
-            # Of a gradient that is not averaged yet; other ranks' parts may be of others.
-            if is_dtensor(tensor):
-                found.own.setdefault("parts", []).append(names[path])
+            found.of_rank[names[path]] = tensor
     return rename_tensors(document, names)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,6 @@ class SaveRequest:
     target: SaveTarget
     contents: CheckpointContents
     settings: Mapping[str, object]
-    add_files: Callable[[str], None] | None
     is_numbered: bool
     store: Store
     directory: str
@@ -75,13 +74,12 @@ class SaveRequest:
             or self.copies.uncloned
             or not self.target.planner.has_plan
             or self.changes_state
-            or self.add_files is not None
         )
 
     @property
     def adds_files(self) -> bool:
-        """Whether hooks, or ``add_files``, may write into the staging area."""
-        return bool(self.checkpointer.hooks.save) or self.add_files is not None
+        """Whether hooks may write into the staging area."""
+        return bool(self.checkpointer.hooks.save)
 
     @property
     def gathers(self) -> bool:

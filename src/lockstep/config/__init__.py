@@ -9,7 +9,7 @@ if not TYPE_CHECKING:
             "arguments": ["AcceleratorArguments", "NOT_OPTIONS", "parallel_fields"],
             "enums": ["Activation", "CPMethod", "Offload", "QuantizedType", "Schedule"],
             "files": ["MAX_FILE_BYTES", "read_json", "read_plain_file"],
-            "hosts": ["chosen", "Host", "parse_hosts", "read_hostfile"],
+            "hosts": ["Host", "parse_hosts", "read_hostfile"],
             "merge": ["parallel_of", "precision_of"],
             "options": ["fit_to_world", "Options", "resolve_options"],
             "parallel": ["Parallel"],

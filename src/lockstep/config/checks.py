@@ -27,8 +27,6 @@ HOST_LISTS = ("hosts", "hostfile")
 KUBERNETES_KINDS = ("jobset",)
 # settings that only some ways of launching have -> those
 ONLY_WITH = {
-    "include_hosts": ("hosts", "mpi"),
-    "exclude_hosts": ("hosts", "mpi"),
     "slurm_options": ("slurm",),
     "k8s_options": ("k8s",),
     "forward_env": ("hosts", "slurm", "mpi", "ray", "k8s"),
@@ -54,9 +52,7 @@ def backend_of(settings: Mapping[str, object]) -> str:
         )
     backend = LOCAL if not asked else "hosts" if asked[0] in HOST_LISTS else asked[0]
     for name, backends in ONLY_WITH.items():
-        if settings.get(name) and (
-            backend not in backends or (backends[0] == "hosts" and not lists and "host" in name)
-        ):
+        if settings.get(name) and backend not in backends:
             with_what = ", ".join({"hosts": "--hosts or --hostfile"}.get(way, f"--{way}") for way in backends)
             raise ConfigError(
                 f"{name} has a meaning only with {with_what}. Add {with_what}, or remove {name}."

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lockstep.config.enums import DDPCommunicationHookType, DynamoBackend
-from lockstep.config.values import no_text, parse_integer, suggestion
+from lockstep.config.values import check_between, check_word, no_text, parse_integer
 from lockstep.errors import ConfigError
 
 
@@ -250,18 +250,9 @@ class DamageChecks(KwargsHandler):
     max_skips: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("divergence_every", "max_skips"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(
-                    f"{name} is {value!r}, but must be an integer of at least 0. Pass a number of steps."
-                )
-        known = ["ignore", "skip", "stop"]
-        if self.bad_gradients not in known:
-            near = suggestion(str(self.bad_gradients), known) or " Pass one of them."
-            raise ConfigError(
-                f"bad_gradients is {self.bad_gradients!r}, which is not one of ignore, skip, stop.{near}"
-            )
+        check_between("divergence_every", self.divergence_every, 0, 2**31)
+        check_between("max_skips", self.max_skips, 0, 2**31)
+        check_word("bad_gradients", self.bad_gradients, ("ignore", "skip", "stop"))
 
     @property
     def are_on(self) -> bool:
@@ -471,11 +462,7 @@ class ProjectConfiguration:
             self.total_limit = parse_integer(
                 no_text(self.total_limit, "total_limit"), "total_limit", at_least=1
             )
-        if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
-            raise ConfigError(
-                f"iteration is {self.iteration!r}, but must be an integer of at least 0. Pass the number of the "
-                "next checkpoint."
-            )
+        check_between("iteration", self.iteration, 0, 2**63)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set ``project_dir``, and also ``logging_dir`` where it has no value yet."""
@@ -486,11 +473,5 @@ class ProjectConfiguration:
 
 def parse_hook(name: str, value: str) -> DDPCommunicationHookType:
     """Return the hook of this name; raises ConfigError if there is none."""
-    if isinstance(value, DDPCommunicationHookType):
-        return value
-    known = DDPCommunicationHookType.list()
-    if value not in known:
-        raise ConfigError(
-            f"{name} is {str(value)!r}, which is not one of {', '.join(known)}.{suggestion(str(value), known)}"
-        )
+    check_word(name, value, DDPCommunicationHookType.list())
     return DDPCommunicationHookType(value)

@@ -1,4 +1,4 @@
-"""Lists of hosts: ``a,b:8``, DeepSpeed's hostfile, and DeepSpeed's filters on them. Text in, values out."""
+"""Lists of hosts: ``a,b:8``, and DeepSpeed's hostfile. Text in, values out."""
 
 from __future__ import annotations
 
@@ -133,42 +133,3 @@ def _distinct(hosts: Sequence[Host]) -> tuple[Host, ...]:
             raise ConfigError(f"host {host.name} is given twice")
         names.add(host.name)
     return tuple(hosts)
-
-
-def parse_filter(value: object) -> tuple[str, ...]:
-    """Host names joined by ``@``, as DeepSpeed's filters have them; raises ConfigError for lists of slots."""
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{repr_short(value)} is not a list of hosts such as host1@host2")
-    parts = value.split("@")
-    for part in parts:
-        if ":" in part:
-            raise ConfigError(
-                f"{repr_short(part)} chooses slots of a host, which is not available; name whole hosts, and "
-                "choose GPUs by gpu_ids"
-            )
-        parse_host(part.strip())
-    return tuple(part.strip() for part in parts)
-
-
-def chosen(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the hosts that two filters leave, in the order of the list.
-
-    Raises:
-        ConfigError: a filter names a host that is not in the list, or none is left.
-    """
-    names = [host.name for host in hosts]
-    wanted, dropped = names, []
-    for what, text in (("include_hosts", include), ("exclude_hosts", exclude)):
-        for name in parse_filter(text) if text else ():
-            if name not in names:
-                raise ConfigError(
-                    f"{what} names {name}, which is not among the {len(names)} hosts. Correct the name."
-                )
-    if include:
-        wanted = list(parse_filter(include))
-    if exclude:
-        dropped = list(parse_filter(exclude))
-    left = tuple(host for host in hosts if host.name in wanted and host.name not in dropped)
-    if not left:
-        raise ConfigError(f"exclude_hosts excludes all {len(names)} hosts. Leave at least one host.")
-    return left

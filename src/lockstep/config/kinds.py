@@ -15,7 +15,7 @@ from lockstep.config import readers
 from lockstep.config.checks import MAX_MACHINES
 from lockstep.config.enums import DynamoBackend, PrecisionType
 from lockstep.config.files import check_readable, parse_json
-from lockstep.config.hosts import parse_filter, parse_hosts
+from lockstep.config.hosts import parse_hosts
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import (
     integer_between,
@@ -209,7 +209,6 @@ HOST = _kind(parse_host, metavar="HOST")
 INTERFACE = _kind(parse_interface, metavar="NAME")
 GPUS = _kind(parse_gpus, metavar="GPUS")
 HOSTS = _kind(lambda value: ",".join(map(str, parse_hosts(value))), metavar="HOSTS")
-HOST_FILTER = _kind(lambda value: "@".join(parse_filter(value)), metavar="NAMES")
 NAMES = _kind(parse_names, type=tuple[str, ...], metavar="NAME")
 PAIRS = _kind(
     parse_pairs,

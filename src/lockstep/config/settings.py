@@ -210,10 +210,6 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
                 note="`a,b:8`, or a list"),
         Setting("hostfile", kinds.FILE, "The same, from a file with lines such as: host1 slots=8.", "--hostfile",
                 is_in_other_files=True),
-        Setting("include_hosts", kinds.HOST_FILTER, "Only these hosts of the list: host1@host2.",
-                "--include-hosts", is_in_other_files=True),
-        Setting("exclude_hosts", kinds.HOST_FILTER, "All hosts of the list but these.", "--exclude-hosts",
-                is_in_other_files=True),
         Setting("slurm", kinds.SWITCH, "Start by Slurm: srun inside an allocation, otherwise sbatch.", "--slurm",
                 is_in_other_files=True),
         Setting("slurm_options", kinds.PAIRS, "A long option of srun or sbatch: partition=gpu.",
@@ -267,5 +263,5 @@ OF_WORKERS = {one.argument: one for one in SETTINGS.values() if one.argument}
 """Argument of ``Accelerator`` -> the setting."""
 
 IN_OTHER_FILES = tuple(name for name, one in SETTINGS.items() if one.is_in_other_files)
-REACHING_MACHINES = ("hostfile", "include_hosts", "exclude_hosts", "slurm", "mpi")
+REACHING_MACHINES = ("hostfile", "slurm", "mpi")
 """Of these the ones that say how machines are reached."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.config.handlers import DamageChecks, KwargsHandler
-from lockstep.config.values import suggestion
+from lockstep.config.values import check_between, check_word
 from lockstep.errors import ConfigError
 
 ACTIONS = ["skip", "stop", "rollback"]
@@ -68,9 +68,7 @@ class SpikePolicy(KwargsHandler):
     capsule_weights: bool = True
 
     def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            near = suggestion(str(self.action), ACTIONS) or " Pass one of them."
-            raise ConfigError(f"action is {self.action!r}, which is not one of {', '.join(ACTIONS)}.{near}")
+        check_word("action", self.action, ACTIONS)
         for name in ("loss_threshold", "gradient_norm_threshold"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -78,25 +76,20 @@ class SpikePolicy(KwargsHandler):
                 raise ConfigError(
                     f"{name} is {value!r}, but must be a number above 0. Pass such a number, or None."
                 )
-        _check_between("window", self.window, 4, LARGEST_WINDOW)
-        _check_between("warmup", self.warmup, 4, self.window)
-        _check_between("max_skips", self.max_skips, 0, 2**31)
-        _check_between("skip_batches", self.skip_batches, 0, 2**31)
+        check_between("window", self.window, 4, LARGEST_WINDOW)
+        check_between("warmup", self.warmup, 4, self.window)
+        check_between("max_skips", self.max_skips, 0, 2**31)
+        check_between("skip_batches", self.skip_batches, 0, 2**31)
         if self.skip_batches and self.action != "rollback":
             raise ConfigError(
                 f"skip_batches is {self.skip_batches}, but action {self.action!r} leaves out the batches of the "
                 "spike alone. Remove skip_batches, or pass action='rollback'."
             )
-        _check_between("capsules", self.capsules, 0, 10_000)
+        check_between("capsules", self.capsules, 0, 10_000)
         if not isinstance(self.capsule_weights, bool):
             raise ConfigError(
                 f"capsule_weights is {self.capsule_weights!r}, but must be True or False. Pass one of them."
             )
-
-
-def _check_between(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}, but must be an integer from {low} to {high}. Pass one.")
 
 
 def checked_policy(given: SpikePolicy | None, damage: DamageChecks) -> SpikePolicy | None:

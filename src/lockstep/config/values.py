@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -157,6 +157,19 @@ def no_text(value: object, origin: str) -> object:
 def integer_between(at_least: int, at_most: int | None = None) -> Callable[[object, str], int]:
     """Return a reader of integers within bounds."""
     return lambda value, origin: parse_integer(value, origin, at_least, at_most)
+
+
+def check_between(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless code passed an integer within bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, but must be an integer from {low} to {high}. Pass one.")
+
+
+def check_word(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise ConfigError unless code passed one of these words."""
+    if value not in known:
+        near = suggestion(str(value), known) or " Pass one of them."
+        raise ConfigError(f"{name} is {str(value)!r}, which is not one of {', '.join(known)}.{near}")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

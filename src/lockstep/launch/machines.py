@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.config.checks import HOST_LISTS, LOCAL, ValuesByName, backend_of
-from lockstep.config.hosts import Host, chosen, parse_hosts, read_hostfile
+from lockstep.config.hosts import Host, parse_hosts, read_hostfile
 from lockstep.config.values import SettingValue, parse_integer
 from lockstep.errors import ConfigError
 
@@ -50,14 +50,10 @@ def transport_of(value: ValuesByName, output: str | None = None) -> Transport:
 
 
 def hosts_of(value: ValuesByName) -> tuple[Host, ...]:
-    """Return the hosts that are named in a list or in a file, without those that are filtered out."""
+    """Return the hosts that are named in a list or in a file."""
     if value.get("hosts"):
-        hosts = parse_hosts(value["hosts"])
-    elif value.get("hostfile"):
-        hosts = read_hostfile(value["hostfile"])
-    else:
-        return ()
-    return chosen(hosts, value.get("include_hosts"), value.get("exclude_hosts"))
+        return parse_hosts(value["hosts"])
+    return read_hostfile(value["hostfile"]) if value.get("hostfile") else ()
 
 
 def machines_of(

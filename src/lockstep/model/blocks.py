@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lockstep.config.parallel import BlockRule
-from lockstep.config.values import repr_short, suggestion
+from lockstep.config.values import join_names, repr_short, suggestion
 from lockstep.errors import UsageError
 from lockstep.torch_internals import modules as torch_modules
 
@@ -124,19 +124,12 @@ def _candidates(model: nn.Module) -> list[str]:
     return [*sorted(classes), *lists, *(f"{name}.*" for name in lists)]
 
 
-def _what_there_is(model: nn.Module, limit: int = 6) -> str:
-    classes = Counter(
-        _class(module) for name, module in model.named_modules() if name and _has_layers(module)
+def _what_there_is(model: nn.Module) -> str:
+    classes = sorted(
+        {_class(module) for name, module in model.named_modules() if name and _has_layers(module)}
     )
     lists = [f"{name}.*" for name, module in model.named_modules() if name and isinstance(module, _LISTS)]
-    names = [name for name, _ in classes.most_common(limit)]
-    if not names and not lists:
-        return "It has no nested modules, so leave blocks out."
-    return f"Name a class ({', '.join(names) or 'none here'}) or members of a list ({_first_names(lists, limit)})."
-
-
-def _first_names(names: list[str], limit: int) -> str:
-    return ", ".join(names[:limit] + ["..."] * (len(names) > limit)) or "none here"
+    return f"Name a class ({join_names(classes, 6)}) or members of a list ({join_names(lists, 6)})."
 
 
 # -- found -----------------------------------------------------------------------------------------------

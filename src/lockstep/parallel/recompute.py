@@ -126,7 +126,7 @@ def _checkpointed(
     if block._recompute_mode is Activation.SELECTIVE:
         first, second = _selective_contexts()
         contexts = first, _NestedContexts(buffers, second)
-        forward = _without_autocast_cache(_copying_before_writes(forward, first))
+        forward = _without_autocast_cache(forward)
     run, tensors = _function_of_tensors(forward, args, kwargs)
     # For what ``checkpoint`` itself saves: within the block its own hooks are in force.
     with block._around:
@@ -219,16 +219,6 @@ def _drops(operator: object, args: tuple[object, ...], kwargs: dict[str, object]
 
 
 _selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-
-
-def _copying_before_writes(forward: Callable[..., object], keeping: object) -> Callable[..., object]:
-    """Kept results must stay as they are, also where ``ReLU(inplace=True)`` follows a product."""
-
-    def run(*args: object, **kwargs: object) -> object:
-        with dispatch.CopiesBeforeWrites(keeping):
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def _without_autocast_cache(forward: Callable[..., object]) -> Callable[..., object]:

@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoint.contents import CheckpointContents
 from lockstep.checkpoint.format.capsule import WEIGHTS, CapsuleFacts, KeptBatch, RankCapsule
 from lockstep.comm.collectives import Communicator, raise_on_all_ranks
-from lockstep.comm.tree import map_tensors, tensor_leaves
+from lockstep.comm.tree import map_tensors
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.options import Options
 from lockstep.config.spikes import SpikePolicy
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lockstep.spikes")
 
 CAPSULES = "capsules"
-CHANGED = "The script changed its batches in place, so the changed batches were kept."
 
 
 class StepKeeper:
     """Keeps what this rank trains on until its step is made; of a bad one it makes a capsule.
 
-    Of each micro-batch the containers are copied and tensors are referred to. Where it turns out that a script changes
-    tensors of its batches in place, those of later steps are copied. Of buffers those are copied that have changed in
-    place; running statistics of batch normalisation, which training does not read, do not say that they have.
+    Each micro-batch is copied, because a script may change it in place. Of buffers those are copied that have changed
+    in place; running statistics of batch normalisation, which training does not read, do not say that they have.
 
     Args:
         models: The prepared ones: a list that grows.
@@ -75,9 +73,7 @@ class StepKeeper:
         # Handed out, and not trained on yet; and those of the step that is under way.
         self._handed: deque[KeptBatch] = deque()
         self._batches: list[KeptBatch] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
         self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self._copies_batches = False
         step.clock.at_batch.append(self.batch_comes)
 
     # -- while a step is under way -----------------------------------------------------------------------
@@ -89,12 +85,9 @@ class StepKeeper:
         if not self._batches and not self._handed:
             self._copy_changed_buffers()
         progress, counts = self._step.active, self._step.counts
-        kept = map_tensors(torch.Tensor.clone if self._copies_batches else _as_it_is, batch)
-        tensors = [tensor for tensor in tensor_leaves(kept).values() if not tensor.is_inference()]
-        self._versions += [(tensor, torch_tensors.version(tensor)) for tensor in tensors]
         self._handed.append(
             KeptBatch(
-                kept,
+                map_tensors(torch.Tensor.clone, batch),
                 rng_state(),
                 progress is not None and progress.end_of_data,
                 None if counts is None else list(counts.rows),
@@ -112,14 +105,7 @@ class StepKeeper:
 
     def forget(self) -> None:
         """Forget what was kept: the step is made, or is none."""
-        if self._were_changed():
-            self._copies_batches = True
         self._batches.clear()
-        waiting = {id(t) for each in self._handed for t in tensor_leaves(each.batch).values()}
-        self._versions = [pair for pair in self._versions if id(pair[0]) in waiting]
-
-    def _were_changed(self) -> bool:
-        return any(torch_tensors.version(tensor) != before for tensor, before in self._versions)
 
     def _copy_changed_buffers(self) -> None:
         """Copy those that have changed since they were copied."""
@@ -165,9 +151,7 @@ class StepKeeper:
 
         # From each rank to all: whether it has written its part.
         with raise_on_all_ranks(communicator):
-            inexact = CHANGED if self._were_changed() else ""
-            if not self._batches:
-                inexact = "The batches of this step do not come from a prepared loader."
+            inexact = "" if self._batches else "The batches of this step do not come from a prepared loader."
             # Those that had changed: the others are what the script makes.
             buffers = {key: copy for key, (_, version, copy) in self._buffers.items() if version}
             RankCapsule(self._batches, bad.losses, buffers, inexact).write(staging, rank)
@@ -201,10 +185,6 @@ class StepKeeper:
                 self._step,
             )
         save_checkpoint(self._checkpointer, directory, lambda: replace(self._contents(), parts={}), {})
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _time_written(folder: Path) -> float:

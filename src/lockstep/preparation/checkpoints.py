@@ -7,9 +7,8 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.contents import (
@@ -19,7 +18,6 @@ from lockstep.checkpoint.contents import (
     checked_stateful,
     refuse_options,
 )
-from lockstep.comm.collectives import raise_on_all_ranks
 from lockstep.errors import UsageError
 from lockstep.observe.run_observer import RunObserver
 from lockstep.preparation.parts import AcceleratorParts
@@ -46,7 +44,6 @@ class CheckpointMethods(AcceleratorParts):
         @property
         def _window(self) -> AccumulationState: ...
         def end_training(self) -> None: ...
-        def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]: ...
 
     def register_for_checkpointing(self, *objects: object) -> None:
         """Let ``save_state`` and ``load_state`` include these objects.
@@ -148,8 +145,7 @@ class CheckpointMethods(AcceleratorParts):
 
         Args:
             output_dir: The directory or URL. None: the next ``checkpoints/checkpoint_<i>`` of the project.
-            safe_serialization: False: ``torch.save`` also writes the weights to ``pytorch_model.bin``, for other
-                readers. A warning says that such a file can run code.
+            safe_serialization: False is refused: a checkpoint has no pickle. ``save_model`` takes it.
             blocking: False: return at once. The state of this moment is copied and written while training goes on.
             in_memory: True: keep the checkpoint in the memory of the machines, each with a copy of another one's part,
                 as long as the launch lasts. ``load_state()`` finds it if it is the newest.
@@ -175,15 +171,13 @@ class CheckpointMethods(AcceleratorParts):
 
         def contents() -> CheckpointContents:
             refuse_options("save_state", save_model_func_kwargs)
+            if not safe_serialization:
+                raise UsageError(
+                    "save_state got safe_serialization=False, but a checkpoint has no pickle. Leave it out, and call "
+                    "save_model(model, folder, safe_serialization=False) for pytorch_model.bin."
+                )
             return self._contents()
 
-        add_files = None
-        if not safe_serialization:
-            from lockstep.checkpoint.weights.export import warn_of_pickles
-
-            if self.is_main_process:
-                warn_of_pickles("save_state")
-            add_files = self._pickled_weights(output_dir)
         checkpointer = self._checkpointer
         if self.runtime.world_size > 1 and (line := one_rank_line()):
             checkpointer = self._alone(line, output_dir is None or not blocking or in_memory)
@@ -192,9 +186,7 @@ class CheckpointMethods(AcceleratorParts):
             self._preparation.spikes.save_begins()
         part = self._step.clock.enter("save")
         try:
-            return save_checkpoint(
-                checkpointer, output_dir, contents, self._settings(), blocking, in_memory, add_files
-            )
+            return save_checkpoint(checkpointer, output_dir, contents, self._settings(), blocking, in_memory)
         finally:
             self._step.clock.enter(part)
 
@@ -221,23 +213,6 @@ class CheckpointMethods(AcceleratorParts):
         if self._preparation.spikes is not None and not in_memory:
             self._preparation.spikes.saved(path)
         self.measures.saved(path, time.perf_counter() - self._save_began)
-
-    def _pickled_weights(self, output_dir: str | os.PathLike[str] | None) -> Callable[[str], None]:
-        """Return what writes ``pytorch_model.bin`` of every model into a checkpoint. Collective."""
-        from lockstep.checkpoint.weights.export import write_pickled
-        from lockstep.checkpoint.weights.folder import local_directory
-
-        with raise_on_all_ranks(self._communicator):
-            local_directory(output_dir or self._options.project.project_dir or "")
-        states = [self.get_state_dict(prepared.module) for prepared in self._preparation.models.prepared]
-
-        def write(directory: str) -> None:
-            for index, state in enumerate(states if self.is_main_process else []):
-                write_pickled(
-                    state, directory, name=f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
-                )
-
-        return write
 
     def load_state(
         self,

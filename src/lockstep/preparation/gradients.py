@@ -121,6 +121,11 @@ class Gradients:
                     "inside the model. Add up the losses and call backward once, compute the inner gradient "
                     "inside of the model's forward, or use parallel='ddp'."
                 ) from error
+            if "selective activation checkpoint has been mutated" in str(error):
+                raise UsageError(
+                    "A block writes into a result that activation=selective keeps, as ReLU(inplace=True) behind a "
+                    "layer, or an RNN. Write inplace=False, or use activation=full."
+                ) from error
             if any(piece in str(error) for piece in TWICE):
                 raise UsageError(
                     f"This backward goes twice through layers that are split over ranks "

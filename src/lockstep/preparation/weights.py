@@ -165,7 +165,7 @@ class WeightMethods(AcceleratorParts):
             limit, folder = parse_size(max_shard_size), local_directory(directory)
             if self.is_main_process:
                 check_folder(folder)
-                warn_of_pickles("save_model")
+                warn_of_pickles()
         state = self.get_state_dict(model)
         with raise_on_all_ranks(self._communicator):
             if self.is_main_process:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from lockstep.comm.tree import StateDict
 from lockstep.config.world import ParallelDims
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.observe.measures.measures import Measures
 from lockstep.observe.spikes.watch import SpikeWatch, check_form
-from lockstep.parallel.accumulated import (
-    Accumulated,
-    accumulated,
-    clear,
-    layout,
-    places_of,
-    put_back,
-    put_mean,
-)
+from lockstep.parallel.accumulated import Accumulated, accumulated, clear, layout, places_of, put_back
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.zero.unreduced import check_partial
 from lockstep.train.accumulation import Accumulation
 from lockstep.train.optimizer import PreparedOptimizer
-from lockstep.train.weighting import rescale
 
 WindowState = StateDict
 """What ``state_dict`` returned on one rank, or a part of it."""
@@ -37,9 +25,8 @@ class AccumulationState:
     cleared, also where a script accumulates them by itself, without ``accumulate``. What is left of them after a
     step is not: that such gradients exist is all that is remembered.
 
-    In a world of the same size and with models spread alike, training goes on bit for bit. Otherwise it goes on
-    with the same mean gradient, on every rank or sharded, which the micro-batches to come are added to. Weights and
-    buffers, of which each rank may have its own inside of a window, are not part of it.
+    Where each rank has whole models, training goes on in an open window bit for bit, in a world of the same size.
+    Weights and buffers, of which each rank may have its own inside of a window, are not part of it.
 
     Args:
         models: Prepared, in the order of the checkpoint. This and ``optimizers`` may be lists that still grow.
@@ -81,16 +68,22 @@ class AccumulationState:
     def state_dict(self) -> WindowState:
         """Return this rank's part. Tensors are those in use: copy them before training goes on.
 
-        ``models[i]`` has the fields of ``Accumulated``; only ``reduced`` are DTensors, equal on all ranks that
-        hold the same shard.
+        ``models[i]`` has the fields of ``Accumulated``.
+
+        Raises:
+            UsageError: a model that is spread over the ranks has gradients that are not used yet.
         """
         spent = self._spent()
         found = [accumulated(model, spent) for model in self._models]
-        if any(each.names() for each in found) and self._axes.divides_weights:
-            raise UsageError(
-                "save_state was called inside an accumulation window, where gradients are not used yet, and "
-                "with tp, pp or ep these cannot be saved. Save after optimizer.step()."
-            )
+        for model, each in zip(self._models, found, strict=True):
+            sharding = model.sharding
+            is_spread = self._axes.divides_weights or sharding is not None
+            if is_spread and (each.is_open or (sharding is not None and sharding.has_unreduced())):
+                raise UsageError(
+                    "save_state was called inside an accumulation window, where gradients are not used yet. With "
+                    "zero, tp, pp or ep these cannot be saved. Save after optimizer.step() and "
+                    "optimizer.zero_grad()."
+                )
         return {
             "window": self._accumulation.state_dict(),
             "layouts": self._layouts(),
@@ -99,14 +92,9 @@ class AccumulationState:
             **({} if self._spikes is None else {"spikes": self._spikes.state_dict()}),
         }
 
-    def places(self) -> dict[str, torch.Tensor]:
-        """Return the parameters, by the keys that lead to their ``reduced`` gradients in ``state_dict``, joined by
-        dots."""
-        return {
-            f"models.{i}.reduced.{name}": place
-            for i, model in enumerate(self._models)
-            for name, place in places_of(model).items()
-        }
+    def places(self) -> list[str]:
+        """Return the names of the parameters that this rank has, each behind the number of its model."""
+        return [f"{i}.{name}" for i, model in enumerate(self._models) for name in places_of(model)]
 
     def check(self, states: list[WindowState]) -> None:
         """See whether ``load_state_dicts`` can load these; changes nothing, and holds no collective.
@@ -130,19 +118,22 @@ class AccumulationState:
         unchanged = self.is_unchanged(states)
         for i, model in enumerate(self._models):
             shapes = {name: tuple(place.shape) for name, place in places_of(model).items()}
-            for saved in _of_model(states, i):
+            for saved in (Accumulated(**state["models"][i]) for state in states):
+                if saved.reduced or saved.partial or (saved.local and not unchanged):
+                    raise CheckpointError(
+                        "The checkpoint was saved inside an accumulation window, by other ranks or a sharded model. "
+                        "Load it with as many ranks and the same 'parallel', or load one from the end of a window."
+                    )
                 _check_names(saved, shapes, type(model.module).__name__)
-                if not unchanged:
-                    check_partial(saved.partial)
 
     def load_state_dicts(self, states: list[WindowState], rank: int) -> None:
         """Go on in the window that was saved, or outside of one; what this run had accumulated is forgotten.
 
-        Collective for sharded models. The tensors are copied.
+        The tensors are copied.
 
         Args:
-            states: What ``state_dict`` returned on each rank that saved, in their order. ``reduced`` is laid out
-                as the parameters are here, or whole. If ``is_unchanged``, tensors of other ranks are not read.
+            states: What ``state_dict`` returned on each rank that saved, in their order. If ``is_unchanged``,
+                tensors of other ranks are not read.
             rank: Of this process.
 
         Raises:
@@ -150,28 +141,17 @@ class AccumulationState:
         """
         self.check(states)
         self._before_load()
-        self.loaded_steps = states[0].get("steps")  # not in files of earlier versions
         unchanged = self.is_unchanged(states)
+        own = states[rank if unchanged else 0]
+        self.loaded_steps = own.get("steps")  # not in files of earlier versions
         if self._spikes is not None:
             self._spikes.load_state_dicts(
                 [state.get("spikes") for state in states], rank if unchanged else None
             )
-        for model in self._models:
+        for model, saved in zip(self._models, own["models"], strict=True):
             clear(model)
-        windows = [state["window"] for state in states]
-        if unchanged:  # the tensors of other ranks may be on the meta device
-            for i, model in enumerate(self._models):
-                put_back(model, _of_model(states, i), rank)
-            self._accumulation.load_state_dict(windows[rank])
-        else:
-            shares = _shares(windows)
-            for i, model in enumerate(self._models):
-                put_mean(model, _of_model(states, i), shares)
-            self._accumulation.take_share(windows)
-        factor = self._accumulation.rescaling(windows[0])
-        if factor != 1:
-            for model in self._models:
-                rescale(model.gradients(), torch.tensor(factor, dtype=torch.float64))
+            put_back(model, Accumulated(**saved))
+        self._accumulation.load_state_dict(own["window"])
 
     def is_unchanged(self, states: list[WindowState]) -> bool:
         """Return whether as many ranks with models spread alike saved these; each then needs its own tensors only."""
@@ -206,10 +186,6 @@ def _check_spikes(state: object) -> None:
         ) from error
 
 
-def _of_model(states: list[WindowState], i: int) -> list[Accumulated]:
-    return [Accumulated(**state["models"][i]) for state in states]
-
-
 def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: str) -> None:
     for name, shape in saved.shapes():
         if name not in shapes:
@@ -222,9 +198,3 @@ def _check_names(saved: Accumulated, shapes: dict[str, tuple[int, ...]], model: 
                 f"The checkpoint's gradient of '{name}' has shape {shape}, but the parameter of {model} has "
                 f"{shapes[name]}. Prepare the model that was saved."
             )
-
-
-def _shares(windows: list[WindowState]) -> list[float]:
-    """Each rank's part in the mean gradient: what its losses were divided by has to be taken back."""
-    divisors = [1.0 if window["divisor"] is None else float(window["divisor"]) for window in windows]
-    return [divisor / sum(divisors) for divisor in divisors]

@@ -153,37 +153,27 @@ def install_excepthook() -> None:
             error = DifferentCallsError(lost[1])
         consequence = is_consequence(error)
         gone = departures().ranks(DEPARTURE_WAIT_S) if consequence else []
-        if gone:
-            sentence = ended_without(gone, call_in(traceback.walk_tb(trace)))
-            if path is not None:
-                _write_report(path, error, False, sentence)
-            if is_first_to_say(error, path):
-                previous(kind, error, trace)
-                sys.stderr.write(f"lockstep: {sentence}\n")
-            _flush()
-            _limit_teardown()
-            return
+        sentence = ended_without(gone, call_in(traceback.walk_tb(trace))) if gone else None
         # It names the line of each rank: a traceback of each says nothing more.
-        if isinstance(error, DifferentCallsError):
-            if path is not None:
-                _write_report(path, error, False, str(error))
-            # Our launcher says it at the end.
-            if path is None or not shares_console():
-                sys.stderr.write(f"lockstep: {error}\n")
+        names_lines = isinstance(error, DifferentCallsError)
+        if names_lines:
+            sentence = str(error)
+        if path is not None:
+            _write_report(path, error, consequence and sentence is None, sentence)
+            if consequence and sentence is None:
+                _flush()
+                time.sleep(CONSEQUENCE_WAIT_S)
+        # Our launcher says at the end where the ranks were.
+        is_shown = is_first_to_say(error, path) and not (
+            names_lines and path is not None and shares_console()
+        )
+        if is_shown and not names_lines:
+            previous(kind, error, trace)
+        if is_shown and sentence is not None:
+            sys.stderr.write(f"lockstep: {sentence}\n")
+        if path is not None or sentence is not None:
             _flush()
             _limit_teardown()
-            return
-        if path is None:
-            previous(kind, error, trace)
-            return
-        _write_report(path, error, consequence)
-        if consequence:
-            _flush()
-            time.sleep(CONSEQUENCE_WAIT_S)
-        if is_first_to_say(error, path):
-            previous(kind, error, trace)
-        _flush()
-        _limit_teardown()
 
     hook.reports_to_agent = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +133,6 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def with_batch_size(*args: object, **kwargs: object) -> object:
         nonlocal batch_size
-        _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
         failure: str | None = None
         while batch_size > 0:
@@ -154,20 +152,3 @@ def find_executable_batch_size(
         )
 
     return with_batch_size
-
-
-def _check_arguments(function: Callable[..., object], args: tuple[object, ...]) -> None:
-    """Raise TypeError where ``args`` leaves no place for the batch size."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    name = getattr(function, "__name__", "the function")
-    if not positional:
-        raise TypeError(f"{name}() takes no positional argument; make batch_size its first parameter.")
-    if len(positional) < len(args) + 1:
-        call = ", ".join(f"{key}={value!r}" for key, value in zip(positional[1:], args[1:], strict=False))
-        raise TypeError(
-            f"{name}() was called with {len(args)} positional arguments, but find_executable_batch_size itself "
-            f"passes the batch size as the first argument. Call it without the batch size: {name}({call})"
-        )

@@ -65,33 +65,18 @@ def choose_device(local_rank: int, cpu: bool) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def device_named(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device that ACCELERATE_TORCH_DEVICE names; a kind without a number: that of this rank.
+def device_named(name: str) -> torch.device:
+    """Return the device that ACCELERATE_TORCH_DEVICE names: the CPU.
 
     Raises:
-        ConfigError: it is no device, is not here, or is one for several processes.
+        ConfigError: it is another one, which the numbers of the processes decide.
     """
-    named = f"{DEVICE_VARIABLE}={plain(name)}"
-    try:
-        asked = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"{named} is no device. Write cpu, cuda or cuda:0, or unset it.") from error
-    if asked.type == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None or accelerator.type != asked.type else torch.accelerator.device_count()
-    if asked.index is not None and local_world_size > 1:
+    if name.partition(":")[0] != "cpu":
         raise ConfigError(
-            f"{named} is one device for the {local_world_size} processes of this machine. Write {asked.type}, or "
-            "unset it."
+            f"{DEVICE_VARIABLE}={plain(name)} may name cpu only: each process takes the accelerator of its local rank. "
+            "Unset it, and choose GPUs by CUDA_VISIBLE_DEVICES."
         )
-    index = local_rank if asked.index is None else asked.index
-    if index >= count:
-        raise ConfigError(
-            f"{named} asks for {asked.type}:{index}, but this machine shows {count} {asked.type} device(s). Name "
-            "a device of this machine, or unset it."
-        )
-    return torch.device(asked.type) if asked.type == "mps" else torch.device(asked.type, index)
+    return torch.device("cpu")
 
 
 def choose_backend(device: torch.device, named: str | None = None) -> str:
@@ -195,12 +180,10 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     named = None if cpu else named_device()
-    number = device_number(environment)
-    device = (
-        choose_device(number, cpu)
-        if named is None
-        else device_named(named, number, environment.local_world_size)
-    )
+    if named is None:
+        device = choose_device(device_number(environment), cpu)
+    else:
+        device = device_named(named)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = _join_process_group(environment, device, init)

@@ -102,20 +102,14 @@ _DRIVEN = (RNGType.TORCH, RNGType.CUDA, RNGType.GENERATOR)
 
 def check_rng_types(rng_types: Iterable[str | RNGType]) -> list[RNGType]:
     """Return the generators of these names. Raises ConfigError for an unknown one, or a device this process lacks."""
-    kinds = []
-    for name in rng_types:
-        if name not in RNGType.list():
-            valid = ", ".join(_DRIVEN)
+    names = list(rng_types)
+    for name in names:
+        if name not in _DRIVEN:
             raise ConfigError(
-                f"rng_types has {str(name)!r}, but may name only {valid}.{suggestion(str(name), RNGType.list())}"
+                f"rng_types has {str(name)!r}, but may name only {', '.join(_DRIVEN)}."
+                f"{suggestion(str(name), _DRIVEN) or ' Remove it.'}"
             )
-        kinds.append(RNGType(name))
-    foreign = [kind for kind in kinds if kind not in _DRIVEN]
-    if foreign:
-        raise ConfigError(
-            f"rng_types has '{foreign[0]}', but Lockstep does not support {foreign[0].upper()} devices. Remove "
-            "it."
-        )
+    kinds = [RNGType(name) for name in names]
     if RNGType.CUDA in kinds and not torch.cuda.is_available():
         raise ConfigError("rng_types has 'cuda', but this process sees no CUDA device. Remove it.")
     return kinds

@@ -129,16 +129,6 @@ def traceback_of(node: Any) -> list[str]:
     return list(node.metadata.get("traceback_", ()))
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionContext, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: FunctionContext, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
 @probed("autograd", "tells where a backward begins and ends")
 def probe() -> None:
     """Run a backward of one number."""
@@ -153,21 +143,6 @@ def probe() -> None:
     doubled.register_hook(during)
     doubled.sum().backward()
     seen.append(is_in_backward())
-    own, mean = _Doubled.apply(leaf), torch.ones(3, requires_grad=True).mean()
-    expect(module_of_function(own.grad_fn) == __name__, "where a function is defined")
-    expect(module_of_function(mean.grad_fn) is None and 3 in saved_by(mean.grad_fn), "what a mean keeps")
     expect(seen == [False, True, ("end", True), False], "where a backward begins and ends")
-    pack, unpack = (lambda tensor: tensor), (lambda packed: packed)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        found = saved_tensors_hooks_now()
-    expect(found is not None and found[0] is pack and found[1] is unpack, "the hooks of saved tensors")
-    with forward_ad.dual_level():
-        is_inside = is_transformed()
-    expect(is_inside and not is_transformed(), "whether something is differentiated forward")
-    before = next_sequence_number()
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        made = (leaf * 2).sin()
-    numbers = sorted(sequence_number(node) for node in nodes_of(made))
-    expect(before <= numbers[0] < numbers[1] < next_sequence_number(), "the numbers of nodes")
-    expect(bool(traceback_of(made.grad_fn)), "where a node was made")
-    expect(saved_tensors_hooks_now() is None or found != saved_tensors_hooks_now(), "no such hooks outside")
+    mean = torch.ones(3, requires_grad=True).mean()
+    expect(3 in saved_by(mean.grad_fn), "what a mean keeps")

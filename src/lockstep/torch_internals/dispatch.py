@@ -10,7 +10,6 @@ import torch
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.versions import expect, probed
@@ -93,49 +92,6 @@ class WithoutCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CopiesBeforeWrites(TorchDispatchMode):
-    """Within it, what selective checkpointing keeps is copied before an operator writes into it, as
-    ``ReLU(inplace=True)`` does with the product before it.
-
-    ``keeping``: the first of the contexts of ``create_selective_checkpoint_contexts``, to be entered before.
-
-    Relies on: its ``storage``: operator -> results, in a list or by number; ``val`` and ``version`` of each.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, keeping: Any) -> None:
-        super().__init__()
-        self._storage = keeping.storage
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        schema, kwargs = schema_of(func), kwargs or {}
-        if schema is not None and schema.is_mutable:
-            named = dict(zip(argument_names(func), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.is_write:
-                    self._copy(tree_leaves(named.get(argument.name)))
-        return func(*args, **kwargs)
-
-    def _copy(self, written: Sequence[object]) -> None:
-        memory = {
-            tensor.untyped_storage().data_ptr() for tensor in written if isinstance(tensor, torch.Tensor)
-        }
-        for results in self._storage.values():
-            for kept in tree_leaves(list(results.values()) if isinstance(results, dict) else results):
-                value = getattr(kept, "val", None)
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory:
-                    with unseen_by_modes():
-                        kept.val = value.clone()
-                    kept.version = kept.val._version
-
-
 PRODUCTS = (
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution"),
     *("_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
@@ -158,33 +114,10 @@ COMBINING_LISTS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 @probed("dispatcher", "shows operators")
 def probe() -> None:
-    """See one operator from a mode."""
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(
-            self,
-            func: OpOverload,
-            types: object,
-            args: tuple[object, ...] = (),
-            kwargs: dict[str, object] | None = None,
-        ) -> object:
-            seen.append(schema_of(func).name)
-            seen.extend(argument_names(func))
-            return func(*args, **(kwargs or {}))
-
-    left = torch.ones(1, 1)
-    with Mode():
-        torch.mm(left, left)
-    expect(seen == ["aten::mm", "self", "mat2"], "the schema of an operator")
-    expect(operation_name(torch.ops.aten.add_.Tensor) == "add_", "the name of an operation")
-    add = torch.ops.aten.add
-    expect(
-        [changes_arguments(one) for one in (add.Tensor, torch.ops.aten.add_.Tensor, add.out)]
-        == [False, True, True],
-        "which operators write into their arguments",
-    )
-    expect(len(operators_of(("mm", "_scaled_mm"))) == 2, "operators by name")
+    """Ask for names and arguments of operators."""
+    expect(argument_names(torch.ops.aten.mm.default) == ["self", "mat2"], "the arguments of an operator")
+    add = torch.ops.aten.add_.Tensor
+    expect(operation_name(add) == "add_" and changes_arguments(add), "the name of an operation in place")
     expect(len(operators_of((*CONVERSIONS, *("_foreach_norm", "_foreach_max")))) == 3, "operators on lists")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -66,15 +66,8 @@ def quiet() -> Iterator[None]:
 def probe() -> None:
     """Compute a product without values, and a value of it."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        left = torch.empty_strided((2, 3), (3, 1))
-        product = left @ torch.ones(3, 4)
-        expect(isinstance(left, FakeTensor) and isinstance(product, FakeTensor), "tensors without values")
-        expect(product.shape == (2, 4), "the shape of a product")
-        try:
+        product = torch.empty(2, 3) @ torch.ones(3, 4)
+        expect(isinstance(product, FakeTensor) and product.shape == (2, 4), "the shape of a product")
+        with suppress(*UNKNOWN_VALUE):
             product.sum().item()
-        except UNKNOWN_VALUE:
-            raised = True
-        else:
-            raised = False
-    expect(raised, "what is raised where a value is needed")
-    expect(tree_leaves(((left,), {"a": product})) == [left, product], "the leaves of a container")
+            expect(False, "what is raised where a value is needed")

@@ -28,17 +28,7 @@ from lockstep.torch_internals.fsdp2_gathered import (
     FSDPParam,
     FSDPParamGroup,
     ShardedModule,
-    set_own_grad,
 )
-
-
-class Rows(NamedTuple):
-    """Where the shard of one parameter lies in ``partial_reduce_output``: from ``offset``, padded to ``numel``."""
-
-    param: FSDPParam
-    offset: int
-    numel: int
-
 
 # Records --------------------------------------------------------------------------------------------
 
@@ -275,22 +265,6 @@ def discard_unreduced_grad(param: FSDPParam) -> None:
         param.unsharded_accumulated_grad = None
 
 
-def set_unreduced_grad(param: FSDPParam, gradient: torch.Tensor) -> None:
-    """Go on from ``gradient``, of as many elements as the parameter, which is copied. It must have been gathered once.
-
-    Relies on: up to 2.14 a gradient of another type than the whole parameter's is ``unsharded_accumulated_grad``; from
-    2.15 on ``_unsharded_param.grad`` has the type ``grad_dtype`` (None: any).
-    """
-    whole = param._unsharded_param
-    gradient = gradient.to(whole.device, copy=True).view(whole.shape)
-    if accumulates_in_leaf():
-        set_own_grad(whole, gradient if whole.grad_dtype is None else gradient.to(whole.grad_dtype))
-    elif gradient.dtype == whole.dtype:
-        set_own_grad(whole, gradient)
-    else:
-        param.unsharded_accumulated_grad = gradient
-
-
 def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
     """Return the flat sum over one replica's shards, not reduced over the replicas yet.
 
@@ -303,55 +277,3 @@ def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
 def discard_partial_reduce_output(group: FSDPParamGroup) -> None:
     """Forget it. Relies on: with None there the next reduction begins anew."""
     group._partial_reduce_output = None
-
-
-def partial_reduce_rows(group: FSDPParamGroup) -> list[Rows]:
-    """Return what lies where in ``partial_reduce_output``; empty if that cannot be told.
-
-    Relies on: from 2.15 on ``_partial_reduce_output_layout`` says it, up to 2.14 nothing does, but the parameters that
-    have gradients follow one another, each padded to equal parts of its rows.
-    """
-    output = group._partial_reduce_output
-    if output is None:
-        return []
-    layout = getattr(group, "_partial_reduce_output_layout", None)
-    if layout is not None:
-        return [Rows(param, offset, numel) for param, (offset, numel) in layout.items()]
-    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-    rows = packed(trained)
-    # A parameter without a gradient is not packed, and nothing says which one that was.
-    return rows if numel_of(rows) == output.numel() else []
-
-
-def needs_layout(group: FSDPParamGroup) -> bool:
-    """Return whether torch goes on from a sum only if it knows what lies where in it, as from 2.15 on."""
-    return hasattr(group, "_partial_reduce_output_layout")
-
-
-def set_partial_reduce_output(group: FSDPParamGroup, output: torch.Tensor, rows: list[Rows]) -> None:
-    """Go on from ``output``, (n,), which is copied, and in which ``rows`` lie.
-
-    Relies on: as ``partial_reduce_rows``. From 2.15 on torch would drop a sum without a layout.
-    """
-    if needs_layout(group):
-        group._partial_reduce_output_layout = {row.param: (row.offset, row.numel) for row in rows}
-    group._partial_reduce_output = output.to(group.device, copy=True)
-
-
-def packed(params: list[FSDPParam]) -> list[Rows]:
-    """Return where the shards of these lie when torch packs them for a collective.
-
-    Relies on: ``padded_sharded_param_size`` is the shape that a shard has in collectives, equal on all ranks.
-    """
-    rows: list[Rows] = []
-    offset = 0
-    for param in params:
-        numel = param.padded_sharded_param_size.numel()
-        rows.append(Rows(param, offset, numel))
-        offset += numel
-    return rows
-
-
-def numel_of(rows: list[Rows]) -> int:
-    """Of the flat tensor in which these lie."""
-    return sum(row.numel for row in rows)

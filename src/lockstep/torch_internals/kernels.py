@@ -37,20 +37,12 @@ _LAST_ARGUMENTS = {
 
 @probed("scaled_dot_product_attention", "has its kernels")
 def probe() -> None:
-    """Compare the kernel of the CPU with the formula; of the others, the names and order of their arguments."""
+    """Compare the kernel of the CPU with the formula; of all, the names and order of their arguments."""
     for operator, arguments in _LAST_ARGUMENTS.items():
         found = [argument.name for argument in operator.default._schema.arguments]
         expect(found == arguments.split(), f"the arguments of {operator}")
-    numbers = torch.arange(3 * 12, dtype=torch.float32).sin().view(3, 1, 1, 3, 4)
-    q, k, v = (tensor.clone().requires_grad_() for tensor in numbers)
-    hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
-    scores = (q @ k.mT * 0.5).masked_fill(hidden, float("-inf"))
-    expected = scores.softmax(-1) @ v
-    with torch.no_grad():
-        out, lse = flash_for_cpu(q, k, v, 0.0, True, scale=0.5)
-        gradients = flash_for_cpu_backward(torch.ones_like(out), q, k, v, out, lse, 0.0, True, scale=0.5)
-    expect(torch.allclose(out, expected, atol=1e-5), "the output of attention")
+    q, k, v = torch.arange(3 * 12, dtype=torch.float32).sin().view(3, 1, 1, 3, 4)
+    scores = (q @ k.mT * 0.5).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), float("-inf"))
+    out, lse, *_ = flash_for_cpu(q, k, v, 0.0, True, scale=0.5)
+    expect(torch.allclose(out, scores.softmax(-1) @ v, atol=1e-5), "the output of attention")
     expect(torch.allclose(lse, scores.logsumexp(-1), atol=1e-5), "the log-sum-exps of scores")
-    wanted = torch.autograd.grad(expected.sum(), (q, k, v))
-    same = [torch.allclose(one, two, atol=1e-5) for one, two in zip(gradients, wanted, strict=True)]
-    expect(all(same), "the gradients of attention")

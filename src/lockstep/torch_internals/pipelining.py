@@ -5,19 +5,15 @@ Up to torch 2.12 a stage gets what later versions do between stages.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, _backward, schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stages
 
 from lockstep.torch_internals.autograd import FunctionContext
-from lockstep.torch_internals.versions import expect, probed, undisturbed
+from lockstep.torch_internals.versions import expect, probed
 
 ScheduleAction = schedules._Action
 """Relies on: a tuple (stage_index, computation_type, microbatch_index)."""
@@ -147,38 +143,7 @@ def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
 
 @probed("pipelining", "orders and carries out schedules")
 def probe() -> None:
-    """Put sends and receives around two stages on two ranks, on paper; and look at what is called."""
-    one = ScheduleAction(0, ComputationType.FORWARD, 1)
-    expect(one[:3] == (0, ComputationType.FORWARD, 1), "the parts of an action")
-    expect(
-        (one.stage_index, one.computation_type, one.microbatch_index) == (0, ComputationType.FORWARD, 1),
-        "their names",
-    )
-    for name in (
-        "FULL_BACKWARD",
-        "SEND_F",
-        "RECV_F",
-        "SEND_B",
-        "RECV_B",
-        "UNSHARD",
-        "RESHARD",
-        "REDUCE_GRAD",
-    ):
-        expect(hasattr(ComputationType, name), f"the kind of action {name}")
-    _probe_communication()
-    runtime = schedules._PipelineScheduleRuntime
-    for method, arguments in (
-        ("_step_microbatches", {"target_mbs", "return_outputs"}),
-        ("_initialize_stages", {"args", "kwargs"}),
-    ):
-        given = inspect.signature(getattr(runtime, method)).parameters
-        expect(arguments <= set(given), f"the arguments of {method}")
-    expect("_internal_losses" in _names_in(schedules), "the losses of micro-batches")
-    expect("_stages_forward_initialized" in _names_in(schedules), "what was prepared already")
-
-
-def _probe_communication() -> None:
-    """Two stages on two ranks, forwards before backwards: between them go one activation and one gradient."""
+    """Put sends and receives around two stages on two ranks, on paper: one activation and one gradient go between."""
     orders: dict[int, list[ScheduleAction]] = {
         rank: [
             ScheduleAction(rank, kind, 0) for kind in (ComputationType.FORWARD, ComputationType.FULL_BACKWARD)
@@ -192,27 +157,8 @@ def _probe_communication() -> None:
     }
     expect(kinds[0] == ["FORWARD", "SEND_F", "RECV_B", "FULL_BACKWARD"], "what the first stage sends")
     expect(kinds[1] == ["RECV_F", "FORWARD", "FULL_BACKWARD", "SEND_B"], "what the last stage sends")
-    validate = getattr(schedules, "_validate_send_waits", None)
     waits = {name for name in ComputationType.__members__ if name.startswith("WAIT")}
     expect(waits in (set(), {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}), "what is waited for")
-    expect((validate is not None) == bool(waits), "waiting for what was sent")
-    if validate is not None:
-        validate(
-            {
-                rank: complete([a for a in found[rank] if "WAIT" not in a.computation_type.name])
-                for rank in found
-            }
-        )
-
-
-def _names_in(module: ModuleType) -> set[str]:
-    """Attributes that the methods of the runtime and of what it inherits from look up."""
-    found: set[str] = set()
-    for kind in module._PipelineScheduleRuntime.__mro__[:-1]:
-        for function in vars(kind).values():
-            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            found.update(code.co_names if code is not None else ())
-    return found
 
 
 # Stages -----------------------------------------------------------------------------------------------
@@ -314,51 +260,8 @@ def _stage_of_this_torch() -> object:
 StageBase: Any = _stage_of_this_torch()
 
 
-class _ProductAndSum(torch.autograd.Function):
-    """A product and a sum, by one node of autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionContext, weight: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(weight, x)
-        return weight * x, weight + x
-
-    @staticmethod
-    def backward(
-        ctx: FunctionContext, product: torch.Tensor, total: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, x = ctx.saved_tensors
-        return product * x + total, product * weight + total
-
-
-def _of_both(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    product, total = _ProductAndSum.apply(weight, x)
-    return 5 * product + 7 * total
-
-
-@functools.cache
 def splits_backward_exactly() -> bool:
     """Whether the backward of weights may come apart from that of inputs: up to torch 2.12 the gradient of a weight
     that is used twice is wrong then, and one whose result has two parts fails.
-
-    Relies on: ``stage_backward_input(outputs, output_grads, inputs, weights)`` gives what
-    ``stage_backward_weight(weights, groups)`` goes on from.
     """
-    with undisturbed():
-        try:
-            twice = _split_gradients(lambda weight, x: weight * (weight * x))
-            both = _split_gradients(_of_both)
-        except RuntimeError:
-            return False
-    # w(wx) has w^2 = 9 and 2wx = 12 as gradients of x and w; the other 5w + 7 = 22 and 5x + 7 = 17.
-    return twice == (9.0, 12.0) and both == (22.0, 17.0)
-
-
-def _split_gradients(function: Callable[..., torch.Tensor]) -> tuple[float, float]:
-    """Those of x = 2 and of weight = 3."""
-    x, weight = (nn.Parameter(torch.tensor([value])) for value in (2.0, 3.0))
-    _, groups = _backward.stage_backward_input([function(weight, x)], None, [x], iter([weight]))
-    _backward.stage_backward_weight(iter([weight]), groups)
-    found: Any = x.grad, weight.grad
-    return found[0].item(), found[1].item()
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.13"

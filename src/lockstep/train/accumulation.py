@@ -227,44 +227,26 @@ class Accumulation:
         }
 
     def check_state(self, state: dict[str, object]) -> None:
-        """Raise CheckpointError if the window was further than the windows of this run are long."""
+        """Raise CheckpointError if a window of another length is open in the state."""
         position, steps = _position(state), self._step.accumulation_steps
-        if steps != state["accumulation_steps"] and position >= steps:
+        if steps != state["accumulation_steps"] and position:
             raise CheckpointError(
                 f"The checkpoint was saved after micro-batch {position} of {state['accumulation_steps']}, but "
-                f"here gradient_accumulation_steps is {steps}, so its window should have ended. Set it to "
-                f"{state['accumulation_steps']}, or load a checkpoint that was saved at the end of a window."
+                f"here gradient_accumulation_steps is {steps}. Set it to {state['accumulation_steps']}, or load a "
+                "checkpoint that was saved at the end of a window."
             )
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on in the window in which this rank was, with ``rescaling`` of its gradients."""
-        self._load_position(state)
-        if state["divisor"] is not None:
-            self._weighted_mean = self._new_mean()
-            self._weighted_mean.load_state_dict(state)
-
-    def take_share(self, states: list[dict[str, object]]) -> None:
-        """Go on in the window of another world, with an equal share of its weights; see ``WeightedMean``."""
-        self._load_position(states[0])
-        if any(state["divisor"] is not None for state in states):
-            self._weighted_mean = self._new_mean()
-            self._weighted_mean.take_share(states)
-
-    def rescaling(self, state: StateDict) -> float:
-        """Return what gradients of a state are to be multiplied by, because the number of steps is another now."""
-        if state["is_weighted"] or not _position(state):
-            return 1.0
-        saved: int = state["accumulation_steps"]
-        # Each loss so far was divided by the number of steps then.
-        return saved / self._step.accumulation_steps
-
-    def _load_position(self, state: StateDict) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
+        """Go on in the window in which this rank was."""
         step = self._step
         unchanged = state["accumulation_steps"] == step.accumulation_steps
-        step.micro_batch = state["micro_batch"] if unchanged else _position(state)
+        step.micro_batch = state["micro_batch"] if unchanged else 0
         step.sync_gradients = state["sync_gradients"]
         self._window_is_weighted = state["is_weighted"]
         self._weighted_mean = None
+        if state["divisor"] is not None:
+            self._weighted_mean = self._new_mean()
+            self._weighted_mean.load_state_dict(state)
         for last in self._last_steps.values():
             # What was loaded waits for a step.
             last.backwards = -1

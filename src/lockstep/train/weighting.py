@@ -44,19 +44,8 @@ class WeightedMean:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Go on with what this rank had."""
-        self.window_weight, self.divisor = (self._copied(state[key]) for key in ("window_weight", "divisor"))
-
-    def take_share(self, states: list[dict[str, object]]) -> None:
-        """Go on in another world: each rank has an equal share of all ranks' weights.
-
-        The gradients so far must be the mean over the ranks with their divisors as weights: with the share of
-        the divisors, these and the losses to come have the same scale.
-        """
-        ranks = self._runtime.world_size
-        self.load_state_dict({key: _share(states, key, ranks) for key in ("window_weight", "divisor")})
-
-    def _copied(self, number: torch.Tensor | None) -> torch.Tensor | None:
-        return None if number is None else number.to(self._runtime.device, copy=True)
+        for key in ("window_weight", "divisor"):
+            setattr(self, key, state[key].to(self._runtime.device, copy=True))
 
     def scale(
         self,
@@ -107,11 +96,6 @@ class WeightedMean:
             rescale(gradients, factor * self.divisor)
         self.factor = factor
         return weighted * factor
-
-
-def _share(states: list[StateDict], key: str, ranks: int) -> torch.Tensor | None:
-    numbers = [state[key] for state in states if state[key] is not None]
-    return torch.stack(numbers).sum() / ranks if numbers else None
 
 
 def _as_weights(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Run:
             for numbers, features, labels in self.loader:
                 self.step(numbers, features, labels)
                 done = self.progress.micro_batches
-                if done in saves:
+                if done in saves and (self.trial.saves_windows or self.accelerator.sync_gradients):
                     self.accelerator.save_state(blocking=done % 2 == 0)
                 if done == stop and not (behind_loop and self.accelerator.gradient_state.end_of_dataloader):
                     self.accelerator.save_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint.audit.loaders import EPOCHS, KINDS, Kind
 
@@ -47,6 +47,11 @@ class Trial:
         """Whether the run that goes on must be bit for bit the one that was not interrupted."""
         return self.before == self.after
 
+    @property
+    def saves_windows(self) -> bool:
+        """Whether it may stop inside of an accumulation window: each rank has the whole model before and after."""
+        return self.same_world and self.parallel[0] in ("auto", "ddp")
+
     def __str__(self) -> str:
         stop = (
             f"stop {self.stop}" if self.kill_after is None else f"killed {self.kill_after:.3f} s after a save"
@@ -70,7 +75,7 @@ def draw_trial(before: int, after: int, number: int, kills: bool = False) -> Tri
     name = list(KINDS)[number % len(KINDS)]
     accumulation = (1, WINDOW)[number % 2]
     same_world = before == after
-    return Trial(
+    trial = Trial(
         kind_name=name,
         before=before,
         after=after,
@@ -84,6 +89,9 @@ def draw_trial(before: int, after: int, number: int, kills: bool = False) -> Tri
         behind_loop=draw.random() < 0.5,
         kill_after=draw.choice([0.0, draw.uniform(0, 0.05), draw.uniform(0, 0.3)]) if kills else None,
     )
+    if trial.saves_windows:
+        return trial
+    return replace(trial, stop=trial.stop - trial.stop % KINDS[name].steps(before) % accumulation)
 
 
 def _parallel(before: int, after: int, draw: random.Random) -> tuple[str, str]:

@@ -141,9 +141,9 @@ with tempfile.TemporaryDirectory() as folder:
     saving = Accelerator(cpu=True, project_config=project)
     saving.prepare(nn.Linear(2, 2))
     for _ in range(4):
-        saving.save_state(safe_serialization=False)
+        saving.save_state()
     kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir() if path.name[0] != ".")
-    say("kept", kept, Path(folder, "checkpoints", kept[-1], "pytorch_model.bin").exists())
+    say("kept", kept)
 
 # -- trackers
 

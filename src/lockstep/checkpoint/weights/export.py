@@ -260,9 +260,9 @@ def _described(
     return tensors, entries
 
 
-def warn_of_pickles(method: str) -> None:
+def warn_of_pickles() -> None:
     warnings.warn(
-        f"{method} got safe_serialization=False, so weights are saved as a pickle. Read pickles from other "
+        "save_model got safe_serialization=False, so weights are saved as a pickle. Read pickles from other "
         "people only by torch.load with weights_only=True. Leave safe_serialization out to write safetensors.",
         stacklevel=3,
     )

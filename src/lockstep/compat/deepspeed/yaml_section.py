@@ -8,7 +8,6 @@ from lockstep.compat.deepspeed.config import finish, from_deepspeed
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import NoEffect, Refused, Table, Translation, Used, same, translate
 from lockstep.config import readers as read
-from lockstep.config.hosts import parse_filter
 from lockstep.config.merge import merge_settings
 from lockstep.config.parallel_words import PARSERS
 from lockstep.config.values import SettingValue, repr_short
@@ -46,16 +45,6 @@ def file_name(value: object, key: str) -> str | None:
     return value
 
 
-def _filter(value: object, key: str) -> str | None:
-    """Return a filter on whole hosts."""
-    if value in ("", "none"):
-        return None
-    try:
-        return "@".join(parse_filter(value))
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}.") from None
-
-
 LAUNCHER_KEY, HOSTFILE_KEY = "deepspeed_multinode_launcher", "deepspeed_hostfile"
 
 # Accelerate's own names, in its file and its plugin
@@ -77,8 +66,10 @@ DEEPSPEED_KEYS: Table = {
     "enable_msamp": Refused("MS-AMP", instead="Remove it, and train in 8 bits by mixed_precision: fp8."),
     LAUNCHER_KEY: Used("", _launcher),
     HOSTFILE_KEY: Used("hostfile", file_name),
-    "deepspeed_inclusion_filter": Used("include_hosts", _filter),
-    "deepspeed_exclusion_filter": Used("exclude_hosts", _filter),
+    **dict.fromkeys(
+        ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
+        Refused("a part of the hosts", ("", "none"), "Remove it, and list those hosts in the hostfile."),
+    ),
 }
 FILE_KEY = "deepspeed_config_file"
 DEFAULT_STAGE = 2
@@ -110,9 +101,7 @@ def from_deepspeed_section(section: Mapping[str, object], where: str) -> Transla
 def _check_launcher(settings: Mapping[str, SettingValue], section: Mapping[str, object], where: str) -> None:
     """Raise ConfigError when the launcher and the list of hosts do not belong together."""
     launcher = section.get(LAUNCHER_KEY)
-    listed = next(
-        (name for name in ("hostfile", "include_hosts", "exclude_hosts", "mpi") if name in settings), None
-    )
+    listed = next((name for name in ("hostfile", "mpi") if name in settings), None)
     if launcher in ONE_MACHINE and listed is not None:
         raise ConfigError(
             f"{where}: {LAUNCHER_KEY}={launcher} starts one machine, which contradicts {settings[listed].source}. "

@@ -93,7 +93,7 @@ def _form_buckets_now(replica: TorchDDP, runtime: Runtime) -> None:
         torch.autograd.backward(parameter, torch.zeros_like(parameter))
     for parameter in trained:
         parameter.grad = None
-    c10d.form_buckets(replica)
+    c10d.rebuild_buckets(replica.reducer)
 
 
 def _is_sparse(model: nn.Module) -> bool:

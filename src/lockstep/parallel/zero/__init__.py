@@ -17,6 +17,5 @@ if not TYPE_CHECKING:
             ],
             "groups": ["find_groups"],
             "sharding": ["Sharding"],
-            "unreduced": ["mean_factor"],
         },
     )

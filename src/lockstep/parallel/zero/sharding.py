@@ -116,14 +116,6 @@ class Sharding:
         """The modules that ``fully_shard`` was applied to; the first is the model itself."""
         return self._modules
 
-    @property
-    def layout(self) -> str:
-        """Equal for models that are sharded alike: in stage, mesh, and sizes of the groups of parameters."""
-        groups = self.parameter_groups()
-        meshes = {fsdp2.mesh_of(group).shape for group in groups}
-        sizes = [sum(map(fsdp2.whole_numel, fsdp2.params(group))) for group in groups]
-        return f"zero={self.stage} mesh={sorted(meshes)} groups={sizes}"
-
     def shards(self, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
         for parameter in self.parameters():
@@ -323,6 +315,12 @@ class Sharding:
                     "the loss was not computed from an output of the model. Run the last backward before a step "
                     "outside no_sync, and return from forward what the loss is computed from."
                 )
+
+    def has_unreduced(self) -> bool:
+        """Return whether gradients have not come to the shards of all ranks yet."""
+        if any(fsdp2.unreduced_grads(parameter) for parameter in self.parameters()):
+            return True
+        return any(fsdp2.partial_reduce_output(group) is not None for group in self.parameter_groups())
 
     def discard_unreduced(self, of: Iterable[torch.Tensor]) -> None:
         """Forget gradients of these shards that were not reduced yet: ``zero_grad`` does not see them."""
