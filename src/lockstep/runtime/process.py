@@ -180,10 +180,8 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
     init = init or InitProcessGroupKwargs()
     environment = process_environment(need_rendezvous=init.init_method is None)
     named = None if cpu else named_device()
-    if named is None:
-        device = choose_device(device_number(environment), cpu)
-    else:
-        device = device_named(named)
+    number = device_number(environment)
+    device = choose_device(number, cpu) if named is None else device_named(named)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = _join_process_group(environment, device, init)
