@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
+from parallel.live_bytes import LiveBytes
 from parallel.small_groups import groups_in_stage_3
 
 FORMS = ("zero=1", "zero=3", "ddp")
@@ -269,38 +268,6 @@ def test_transformers_models_are_initialised_as_transformers_does(run_distribute
 
 
 # -- memory -----------------------------------------------------------------------------------------------
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of living storages on the CPU that operators returned, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live, self.peak = 0, 0
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                self._watch(value.untyped_storage())
-        return result
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._seen:
-            return
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-        def forget(_: Any) -> None:
-            self.live -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, forget)
 
 
 LAYERS, WIDTH = 16, 128

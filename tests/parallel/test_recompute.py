@@ -20,7 +20,6 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -30,6 +29,7 @@ from lockstep.errors import UsageError
 from lockstep.model import find_blocks
 from lockstep.offload import HostActivations
 from lockstep.parallel import apply_activation_checkpointing
+from parallel.live_bytes import LiveBytes
 from tests.patching import module_of
 from tests.refusals import expect_refusal
 
@@ -139,18 +139,6 @@ class Counting(nn.Module):
         return self.mask @ torch.tanh(self.linear(x) * self.calls.item() - self.mean)
 
 
-class Spectral(nn.Module):
-    """The power iteration moves its vectors in each forward in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.other(torch.tanh(self.linear(x))))
-
-
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +165,7 @@ class InPlace(nn.Module):
         return x + torch.cat([left.sigmoid_(), right.tanh_()], -1) * hidden
 
 
-KINDS = [Block, Normed, Counting, Spectral, Convolved, InPlace]
+KINDS = [Block, Normed, Counting, InPlace]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,11 +175,6 @@ def test_losses_gradients_and_buffers_equal_plain_training_bit_for_bit(
 ) -> None:
     plain = train(net(kind, calls=2), steps=3)
     assert_same(train(recomputed(net(kind, calls=2), mode), steps=3), plain)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_under_autocast_the_numbers_stay_the_same(mode: Activation) -> None:
-    assert_same(train(recomputed(net(), mode), bf16=True), train(net(), bf16=True))
 
 
 def test_two_forwards_in_one_autocast_region_share_its_cast_weights() -> None:
@@ -293,17 +276,6 @@ def test_keywords_containers_and_results_that_are_no_tensors_pass_through(mode: 
     assert_same(nested_run(mode), nested_run(NONE))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_inputs_that_need_no_gradient_still_give_gradients_to_the_parameters(mode: Activation) -> None:
-    def gradients(mode: Activation) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = recomputed(nn.Sequential(Block(), Block()), mode)
-        model(torch.randn(2, LENGTH, WIDTH)).sum().backward()
-        return {name: p.grad for name, p in model.named_parameters()}
-
-    assert_same(gradients(mode), gradients(NONE))
-
-
 # -- the model stays itself ------------------------------------------------------------------------------
 
 
@@ -392,34 +364,6 @@ def test_mode_none_changes_nothing() -> None:
 # -- counted bytes and operators -------------------------------------------------------------------------
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made under it and are alive, by asking the storages themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            StorageWeakRef(leaf.untyped_storage()).cdata
-            for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        results = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())
-                if reference.cdata not in given:
-                    self.storages[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.live())
-        return results
-
-    def live(self) -> int:
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        return sum(size for _, size in self.storages.values())
-
-
 class OperatorCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -443,13 +387,17 @@ def measure(mode: Activation, count: int) -> tuple[int, int]:
     gc.freeze()  # all that is there by now would be visited again
     try:
         with LiveBytes() as counter:
+            for tensor in (outside, *model.parameters(), *(p.grad for p in model.parameters())):
+                tensor.detach()  # so that it is seen from the beginning
+            del tensor
+            always = counter.now()
             loss = model(outside * 1.0).sum()
             gc.collect()
-            kept = counter.live() - loss.nbytes
+            kept = counter.now() - loss.nbytes
             loss.backward()
     finally:
         gc.unfreeze()
-    return kept, counter.peak
+    return kept - always, counter.peak - always
 
 
 def test_full_keeps_the_inputs_of_the_blocks_and_nothing_else() -> None:

@@ -21,12 +21,6 @@ WIDTH, LENGTH = 16, 16
 Fragment = Callable[[nn.Module, Tensor], Tensor]
 
 
-def shuffled(m: Any, x: Tensor) -> Tensor:
-    out = x.clone()
-    out[:, 1:] = x[:, :-1]
-    return out
-
-
 def noted(m: Any, x: Tensor) -> Tensor:
     m.seen = x.amax(-1)
     return x * m.seen.unsqueeze(-1)
@@ -54,39 +48,16 @@ def over_features(m: Any, x: Tensor) -> Tensor:
     return F.conv1d(x.flatten(0, 1)[:, None], m.linear.weight[:1, None, :3], padding=1).view_as(x)
 
 
-def recurrent_over_features(m: Any, x: Tensor) -> Tensor:
-    steps = x.flatten(0, 1).unflatten(-1, (4, 4))  # four steps of each position
-    weights = [m.linear.weight[:16, :4], m.linear.weight[:16, 4:8], m.linear.bias, m.linear.bias]
-    state = steps.new_zeros(1, len(steps), 4)
-    return torch.lstm(steps, (state, state), weights, True, 1, 0.0, False, False, True)[0].reshape(x.shape)
-
-
 def explicit_causal(m: Any, x: Tensor) -> Tensor:
     q = x.unflatten(-1, (4, 4)).transpose(1, 2)
     mask = torch.ones(LENGTH, LENGTH).tril().log()
     return F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
 
 
-def everything_seen(m: Any, x: Tensor) -> Tensor:
-    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    return F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
-
-
-def one_head_of_keys(m: Any, x: Tensor) -> Tensor:
-    q, k = x.unflatten(-1, (4, 4)).transpose(1, 2), x[:, None, :, :4]
-    return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
-
-
 def narrower_values(m: Any, x: Tensor) -> Tensor:
     q = x.unflatten(-1, (4, 4)).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, q, q[..., :3], is_causal=True)
     return F.pad(out.transpose(1, 2).flatten(2), (0, 4))
-
-
-def wider_values(m: Any, x: Tensor) -> Tensor:
-    q = x.unflatten(-1, (4, 4)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q[..., :2], q[..., 2:], q).transpose(1, 2).flatten(2)
 
 
 def other_sequence(m: Any, x: Tensor) -> Tensor:
@@ -104,27 +75,15 @@ RIGHT: dict[str, Fragment] = {
     ),
     "roll of as many features": lambda m, x: x.unflatten(-1, (CHUNK, -1)).roll(1, 2).flatten(2),
     "convolution over features": over_features,
-    "recurrence over features": recurrent_over_features,
     "an explicit causal mask": explicit_causal,
-    "a mask that shows everything": everything_seen,
-    "one head of keys": one_head_of_keys,
     "narrower values": narrower_values,
-    "wider values": wider_values,
     "another sequence": other_sequence,
     "gelu": lambda m, x: F.gelu(x),
     "linear": lambda m, x: m.linear(x),
-    "norm": lambda m, x: F.layer_norm(x, (WIDTH,)),
     "gate": lambda m, x: x * m.linear(x).sigmoid(),
-    "softmax over features": lambda m, x: x.softmax(-1),
     "mean over features": lambda m, x: x - x.mean(-1, keepdim=True),
-    "there and back": lambda m, x: m.linear(x.transpose(1, 2).flip(1).transpose(1, 2)),
-    "flattened": lambda m, x: m.linear(x.flatten(0, 1)).view_as(x),
     "einsum": lambda m, x: torch.einsum("bsd,ed->bse", x, m.linear.weight),
-    "chunks of features": lambda m, x: torch.cat(x.chunk(2, -1)[::-1], -1),
-    "topk of features": lambda m, x: x * (x >= x.topk(3, dim=-1)[0][..., -1:]),
     "kept on the block": noted,
-    "heads": lambda m, x: x.unflatten(-1, (4, 4)).mean(-2).repeat(1, 1, 4),
-    "kernel of one": lambda m, x: F.conv1d(x.transpose(1, 2), m.linear.weight[..., None]).transpose(1, 2),
 }
 MIXING: dict[str, Fragment] = {
     "positions counted": lambda m, x: x * torch.arange(x.shape[1])[:, None],
@@ -135,36 +94,18 @@ MIXING: dict[str, Fragment] = {
     ),
     "scores": lambda m, x: (x @ x.mT).softmax(-1) @ x,
     "pad": lambda m, x: F.pad(x, (0, 0, 1, 0))[:, :-1],
-    "cat": lambda m, x: torch.cat([x[:, :1] * 0, x[:, :-1]], 1),
-    "zeros and a slice": shuffled,
     "roll": lambda m, x: x.roll(1, 1),
-    "roll without dims": lambda m, x: x.transpose(0, 1).roll(1, 0).transpose(0, 1),
     "first token": lambda m, x: x * x[:, :1],
-    "first token by select": lambda m, x: x * x.select(1, 0).unsqueeze(1),
-    "last token": lambda m, x: x - x[:, -1:],
-    "mean": lambda m, x: x.mean(1, keepdim=True),
     "mean transposed": lambda m, x: x.transpose(1, 2).mean(-1).unsqueeze(1),
-    "adaptive pooling": lambda m, x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1).transpose(1, 2),
     "pooling": lambda m, x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "softmax": lambda m, x: x.softmax(1),
-    "softmax transposed": lambda m, x: x.transpose(1, 2).softmax(-1).transpose(1, 2),
-    "normalize": lambda m, x: F.normalize(x, dim=1),
-    "norm over positions": lambda m, x: x / x.norm(dim=1, keepdim=True),
-    "std": lambda m, x: x / x.transpose(1, 2).std(-1).unsqueeze(1),
     "group norm": lambda m, x: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
     "einsum over s": lambda m, x: torch.einsum("bsd->bd", x)[:, None] * x,
-    "einsum of positions": lambda m, x: torch.einsum("bsd,bse->bde", x, x).mean(1, keepdim=True) + x,
-    "matmul of positions": lambda m, x: x @ (x.transpose(1, 2) @ x) / LENGTH,
     "fft": lambda m, x: torch.fft.fft(x, dim=1).real,
     "cumsum": lambda m, x: x.transpose(1, 2).cumsum(-1).transpose(1, 2),
-    "max": lambda m, x: x + x.transpose(1, 2).max(-1)[0].unsqueeze(1),
     "sort": lambda m, x: x.transpose(1, 2).sort(-1)[0].transpose(1, 2),
-    "flip": lambda m, x: x.transpose(1, 2).flip(2).transpose(1, 2),
-    "diff": lambda m, x: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
     "unfold": lambda m, x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1),
-    "gather": lambda m, x: x.gather(1, x.argsort(1)),
     "variance of all": lambda m, x: x / x.transpose(0, 1).flatten(1).std(),
-    "linear over positions": lambda m, x: x + F.linear(x.mT, torch.ones(1, x.shape[1])).mT,
 }
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "mean pooling": lambda x: x + x.mean(1, keepdim=True),

@@ -11,6 +11,11 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
+class ByRate(Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+
 class LARS(Optimizer):
     """A rate for each layer by ``float`` of norms."""
 
@@ -32,35 +37,11 @@ class LARS(Optimizer):
                 p.sub_(buffer)
 
 
-class LAMB(Optimizer):
-    """Trust ratios as tensors, with ``torch.where``."""
-
-    def __init__(self, params, lr=0.01, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.01):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"], state["m"], state["v"] = 0, torch.zeros_like(p), torch.zeros_like(p)
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 1 - group["betas"][0])
-                state["v"].mul_(group["betas"][1]).addcmul_(p.grad, p.grad, value=1 - group["betas"][1])
-                update = state["m"] / (state["v"].sqrt() + group["eps"]) + group["weight_decay"] * p
-                weight, size = p.norm(), update.norm()
-                ratio = torch.where(weight > 0, torch.where(size > 0, weight / size, 1.0), 1.0)
-                p.add_(update * ratio, alpha=-group["lr"])
-
-
 class SAM(Optimizer):
     """As in davda54/sam: it shares its groups with a base optimizer, and sets ``p.data``."""
 
-    def __init__(self, params, base=SGD, rho=0.05, adaptive=False, **options):
-        super().__init__(params, {"rho": rho, "adaptive": adaptive, **options})
+    def __init__(self, params, base=SGD, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
         self.base_optimizer = base(self.param_groups, **options)
         self.param_groups = self.base_optimizer.param_groups
         self.defaults.update(self.base_optimizer.defaults)
@@ -74,8 +55,7 @@ class SAM(Optimizer):
                 if p.grad is None:
                     continue
                 self.state[p]["old_p"] = p.data.clone()
-                e_w = (torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * scale.to(p)
-                p.add_(e_w)
+                p.add_(p.grad * scale.to(p))
         if zero_grad:
             self.zero_grad()
 
@@ -103,7 +83,7 @@ class SAM(Optimizer):
         return torch.norm(
             torch.stack(
                 [
-                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2).to(shared_device)
+                    p.grad.norm(p=2).to(shared_device)
                     for group in self.param_groups
                     for p in group["params"]
                     if p.grad is not None
@@ -217,141 +197,14 @@ class Shampoo(Optimizer):
                 p.add_(grad, alpha=-group["lr"])
 
 
-class SOAP(Optimizer):
-    """Adam in the eigenbasis of Shampoo's preconditioners: ``qr``, projections, skipped first update."""
-
-    def __init__(self, params, lr=0.01, eps=1e-2, every=2):
-        super().__init__(params, {"lr": lr, "eps": eps, "every": every})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                    state["GG"] = [torch.diag(torch.arange(1.0, n + 1)) for n in p.shape]
-                    state["Q"] = None
-                state["step"] += 1
-                for dim, GG in enumerate(state["GG"]):
-                    other = [d for d in range(p.ndim) if d != dim]
-                    GG.lerp_(torch.tensordot(p.grad, p.grad, dims=(other, other)), 0.1)
-                if state["Q"] is None:
-                    state["Q"] = [torch.linalg.eigh(GG + 1e-6 * torch.eye(len(GG)))[1] for GG in state["GG"]]
-                    continue
-                projected = p.grad
-                for Q in state["Q"]:
-                    projected = torch.tensordot(projected, Q, dims=([0], [0]))
-                state["m"].lerp_(projected, 0.1)
-                state["v"].lerp_(projected.square(), 0.05)
-                update = state["m"] / (state["v"].sqrt() + group["eps"])
-                for Q in state["Q"]:
-                    update = torch.tensordot(update, Q, dims=([0], [1]))
-                p.add_(update, alpha=-group["lr"])
-                if state["step"] % group["every"] == 0:
-                    state["Q"] = [
-                        torch.linalg.qr(GG @ Q)[0] for GG, Q in zip(state["GG"], state["Q"], strict=True)
-                    ]
-
-
-class CentralisedSGD(SGD):
-    """Gradient centralisation before the step of its base."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.dim() > 1:
-                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-        return super().step(closure)
-
-
-class CentralisedColumns(Optimizer):
+class CentralisedColumns(ByRate):
     """The mean over the dim along which parameters are cut."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 p.sub_(group["lr"] * (p.grad - p.grad.mean(dim=0, keepdim=True)))
-
-
-class WithEMA(AdamW):
-    """An average of the weights, kept and used in the step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "ema" not in state:
-                    state["ema"] = p.detach().clone()
-                state["ema"].mul_(0.9).add_(p, alpha=0.1)
-                p.lerp_(state["ema"], 0.05)
-        return loss
-
-
-class Prodigy(Optimizer):
-    """A step size from sums over all parameters (D-Adaptation)."""
-
-    def __init__(self, params, d0=1e-2, betas=(0.9, 0.99)):
-        super().__init__(params, {"lr": 1.0, "d": d0, "d0": d0, "numerator": 0.0, "betas": betas, "k": 0})
-
-    def get_d(self):
-        return self.param_groups[0]["d"]
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        d, denominator = group["d"], 0.0
-        group["numerator"] *= group["betas"][1]
-        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
-            state = self.state[p]
-            if not state:
-                state["s"], state["p0"] = torch.zeros_like(p.data), p.flatten().clone().detach()
-                state["m"], state["v"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
-            flat = p.grad.flatten()
-            group["numerator"] += d * torch.dot(flat, state["p0"].data - p.data.flatten()).item()
-            state["m"].lerp_(d * p.grad, 0.1)
-            state["v"].lerp_(d * d * p.grad.square(), 0.01)
-            state["s"].mul_(group["betas"][1]).add_(p.grad, alpha=d)
-            denominator += state["s"].abs().sum().item()
-        d = max(d, group["numerator"] / denominator) if denominator else d
-        for g in self.param_groups:
-            g["d"] = d
-            for p in (p for p in g["params"] if p.grad is not None):
-                p.data.addcdiv_(self.state[p]["m"], self.state[p]["v"].sqrt().add_(d * 1e-2), value=-d)
-        group["k"] += 1
-
-
-class AdaBound(Optimizer):
-    def __init__(self, params, lr=1e-2, final=0.1, gamma=1e-1):
-        super().__init__(params, {"lr": lr, "final": final, "gamma": gamma})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 0.1)
-                state["v"].lerp_(p.grad.square(), 0.01)
-                low = group["final"] * (1 - 1 / (group["gamma"] * state["step"] + 1))
-                high = group["final"] * (1 + 1 / (group["gamma"] * state["step"]))
-                rate = (
-                    torch.full_like(state["v"], group["lr"])
-                    .div_(state["v"].sqrt().add_(1e-2))
-                    .clamp_(low, high)
-                )
-                p.add_(-rate * state["m"])
 
 
 class NoisySGD(SGD):
@@ -363,19 +216,6 @@ class NoisySGD(SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(torch.randn_like(p), alpha=1e-2 * math.sqrt(group["lr"]))
-
-
-class NoisyByShape(Optimizer):
-    """Noise of ``torch.randn(p.shape)``."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data - group["lr"] * (p.grad + 0.01 * torch.randn(p.shape))
 
 
 class Lookahead(Optimizer):
@@ -436,11 +276,8 @@ class ByParameter(Optimizer):
                 p.grad = None
 
 
-class NumPySGD(Optimizer):
+class NumPySGD(ByRate):
     """Steps in NumPy, and keeps arrays in its state."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -502,50 +339,6 @@ class ClippingSGD(SGD):
         return super().step(closure)
 
 
-class SignSGD(Optimizer):
-    """Signs, scaled by the mean of the magnitudes."""
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None):
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p -= group["lr"] * p.grad.abs().mean().item() * p.grad.sign()
-
-
-class Adan(Optimizer):
-    """Three moments, gradients of the step before, and clipping by a norm over everything in ``restart`` style."""
-
-    def __init__(self, params, lr=1e-2, betas=(0.98, 0.92, 0.99), max_norm=0.5):
-        super().__init__(params, {"lr": lr, "betas": betas, "max_norm": max_norm, "step": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        total = torch.zeros(1)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    total.add_(p.grad.pow(2).sum())
-        scale = torch.clamp(self.defaults["max_norm"] / (torch.sqrt(total) + 1e-6), max=1.0).item()
-        for group in self.param_groups:
-            group["step"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, grad = self.state[p], p.grad.mul_(scale)
-                if not state:
-                    state.update({k: torch.zeros_like(p) for k in ("m", "d", "n")}, before=grad.clone())
-                difference = grad - state["before"]
-                state["m"].lerp_(grad, 0.02)
-                state["d"].lerp_(difference, 0.08)
-                state["n"].lerp_((grad + 0.92 * difference).square(), 0.01)
-                p.add_((state["m"] + 0.92 * state["d"]) / (state["n"].sqrt() + 1e-2), alpha=-group["lr"])
-                state["before"] = grad.clone()
-
-
 class Masters(Optimizer):
     """fp32 copies made when it is built, stepped in place of the weights."""
 
@@ -573,20 +366,6 @@ class HoldsData(Optimizer):
         for p, data in self.weights:
             if p.grad is not None:
                 data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
-
-
-class FlatViews(Optimizer):
-    """References to ``p.data.view(-1)`` in its state, made when it is built."""
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["flat"] = p.data.view(-1)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["flat"].sub_(p.grad.flatten(), alpha=self.param_groups[0]["lr"])
 
 
 class StateByShape(Optimizer):
@@ -644,11 +423,8 @@ class StateInLists(Optimizer):
             p.sub_(self.state[p]["buffer"], alpha=self.param_groups[0]["lr"])
 
 
-class OneVector(Optimizer):
+class OneVector(ByRate):
     """All gradients as one vector, stepped, and put back with ``vector_to_parameters``."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -709,11 +485,8 @@ class LineSearch(Optimizer):
         return loss
 
 
-class OwnGradient(Optimizer):
+class OwnGradient(ByRate):
     """Differentiates a penalty of the weights inside of its step."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:

@@ -93,18 +93,6 @@ def refused(loop: Loop) -> Loop:
 # -- what pairs parameters with each other ---------------------------------------------------------------
 
 
-@equal
-def lookahead(run: Run) -> None:
-    run.steps(1)
-    slow = [p.detach().clone() for p in run.model.parameters()]
-    for _ in range(2):
-        run.steps(2)
-        with torch.no_grad():
-            for old, p in zip(slow, run.model.parameters(), strict=True):
-                old.lerp_(p, 0.5)
-                p.copy_(old)
-
-
 @refused
 def lookahead_from_before_the_first_forward(run: Run) -> None:
     slow = [p.detach().clone() for p in run.model.parameters()]
@@ -146,28 +134,6 @@ def average_that_is_a_model(run: Run) -> None:
             averaged.lerp_(p, 0.25)
         for averaged, p in zip(average.parameters(), run.model.parameters(), strict=True):
             p.copy_(averaged)
-
-
-@equal
-def seeded_noise_without_gradients(run: Run) -> None:
-    run.loss()
-    for sign in (1, -2, 1):
-        torch.manual_seed(5)
-        for p in run.model.parameters():
-            noise = torch.normal(0.0, 1.0, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
-            p.data.add_(noise, alpha=sign * 0.01)
-    torch.manual_seed(5)
-    for p in run.model.parameters():
-        p.data.add_(torch.normal(0.0, 1.0, size=p.size(), device=p.device), alpha=-0.1)
-
-
-@equal
-def weights_decayed_by_hand(run: Run) -> None:
-    run.steps(1)
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.mul_(0.9)
-            p.clamp_(-0.2, 0.2)
 
 
 @equal
@@ -230,42 +196,6 @@ def a_step_by_hand_on_what_is_here(run: Run) -> None:
 
 
 @equal
-def an_optimizer_for_each_block(run: Run) -> None:
-    run.loss()
-    named = list(run.model.named_parameters())
-    of_blocks = [[p for name, p in named if name.startswith(f"layers.{i}.")] for i in range(4)]
-    parts = [*of_blocks, [p for name, p in named if not name.startswith("layers.")]]
-    optimizers = [run.prepare(torch.optim.SGD(part, lr=0.1)) for part in parts]
-    for _ in range(2):
-        run.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@equal
-def decayed_by_groups_of_the_optimizer(run: Run) -> None:
-    run.loss()
-    optimizer = run.made_optimizer()
-    run.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.mul_(0.9)
-
-
-@equal
-def gradients_centralised_where_they_are(run: Run) -> None:
-    def centralise() -> None:
-        for p in run.model.parameters():
-            if not p.is_meta and p.dim() > 1:
-                p.grad.sub_(p.grad.mean(1, keepdim=True))
-
-    run.steps(2, centralise)
-
-
-@equal
 def clipped_by_accelerator(run: Run) -> None:
     norms: list[float] = []
     run.steps(3, lambda: norms.append(float(run.clip(run.model.parameters(), 0.1))))
@@ -280,16 +210,6 @@ def clipped_by_accelerator(run: Run) -> None:
 @refused
 def clipped_by_torch(run: Run) -> None:
     run.steps(1, lambda: nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
-
-
-@refused
-def clipped_by_torch_from_before_prepare(run: Run) -> None:
-    run.steps(1, lambda: nn.utils.clip_grad_norm_(run.listed, 0.1))
-
-
-@refused
-def norm_of_all_at_once(run: Run) -> None:
-    run.steps(1, lambda: torch._foreach_norm([p.grad for p in run.model.parameters()]))
 
 
 @refused
@@ -313,42 +233,15 @@ def norm_by_hand(run: Run) -> None:
 
 
 @refused
-def norm_of_weights(run: Run) -> None:
-    run.steps(1)
-    float(torch.stack([p.detach().norm() for p in run.model.parameters()]).norm())
-
-
-@refused
-def sharpness_aware(run: Run) -> None:
-    run.backward()
-    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.add_(p.grad, alpha=float(0.05 / norm))
-
-
-@refused
 def penalty_on_all_weights(run: Run) -> None:
     loss = run.loss()
     run.call_backward(loss + 0.1 * sum(p.square().sum() for p in run.model.parameters()))
 
 
 @refused
-def penalty_on_weights_of_blocks(run: Run) -> None:
-    loss = run.loss()
-    run.call_backward(loss + 0.1 * sum(layer.up.weight.square().sum() for layer in run.model.layers))
-
-
-@refused
 def penalty_by_plain_backward(run: Run) -> None:
     loss = run.loss()
     (loss + 0.1 * sum(layer.up.weight.square().sum() for layer in run.model.layers)).backward()
-
-
-@refused
-def penalty_alone(run: Run) -> None:
-    run.loss()
-    run.call_backward(0.1 * sum(layer.up.weight.square().sum() for layer in run.model.layers))
 
 
 @refused
@@ -362,13 +255,6 @@ def noise_like_weights(run: Run) -> None:
 @refused
 def curvature(run: Run) -> None:
     torch.autograd.grad(run.loss(), list(run.model.parameters()), create_graph=True)
-
-
-@refused
-def averaged_in_one_operation(run: Run) -> None:
-    run.steps(1)
-    average = [torch.zeros(p.shape) for p in run.model.parameters()]
-    torch._foreach_lerp_(average, [p.detach() for p in run.model.parameters()], 0.5)
 
 
 NEW: list[nn.Module] = []

@@ -73,10 +73,6 @@ def run(model: Any, x: Tensor, *args: Any) -> Tensor:
     return model.norm(x)
 
 
-def logits(model: Any, x: Tensor) -> Tensor:
-    return model.head(x)
-
-
 def ce(model: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten(), **options)
 
@@ -105,16 +101,6 @@ class Fragment:
     first: str = ""  # the keyword argument that comes before the others
     fast: bool = False
     steps: int = 2
-
-
-def padded_mean(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    each = ce(model, x, labels, reduction="none")
-    mask = (labels.flatten() != -100).float()
-    return (each * mask).sum() / mask.sum()
-
-
-def selected(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return ce(model, x, labels, reduction="none")[labels.flatten() != -100].mean()
 
 
 def per_row(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
@@ -149,11 +135,6 @@ def count(block: Any, x: Tensor, *args: Any) -> Tensor:
 def buffer_count(block: Any, x: Tensor, *args: Any) -> Tensor:
     block.n += 1
     return x * (1 + 0.1 * block.n)
-
-
-def anneal(block: Any, x: Tensor, *args: Any) -> Tensor:
-    block.temperature = block.temperature * 0.9
-    return x * block.temperature
 
 
 def ema_of_weights(block: Any, x: Tensor, *args: Any) -> Tensor:
@@ -194,11 +175,6 @@ def collected_by_hook(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     for hook in hooks:
         hook.remove()
     return loss + 0.1 * torch.cat([one.to(loss.device) for one in inner]).square().mean()
-
-
-def in_tuple(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Any:
-    z = model.head(x)
-    return F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="sum"), z
 
 
 def as_dict(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Any:
@@ -256,11 +232,6 @@ def normed(block: Any, x: Tensor, *args: Any) -> Tensor:
     return block.bn(x.transpose(1, 2)).transpose(1, 2)
 
 
-def frozen_norm(block: Any) -> None:
-    block.bn = nn.BatchNorm1d(D).eval()
-    block.bn.train = lambda mode=True: block.bn
-
-
 def time_major(model: Any, ids: Tensor, labels: Tensor, cond: Tensor) -> Tensor:
     return ce(model, run(model, model.embed(ids) + cond.transpose(0, 1)), labels)
 
@@ -279,12 +250,6 @@ FRAGMENTS: dict[str, Fragment] = {
     "mean": Fragment(),
     "sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), words="loss=sum"),
     "sum, not said": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), says=("1/4 of it", "loss=sum")),
-    "sum by a tensor": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": torch.tensor(37)}, words="loss=sum"
-    ),
-    "sum by a number": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n, kwargs={"n": 37.0}, words="loss=sum"
-    ),
     "sum by the number of items": Fragment(
         lambda m, x, y, num_items_in_batch: ce(m, x, y, reduction="sum") / num_items_in_batch,
         kwargs={"num_items_in_batch": torch.tensor(37)},
@@ -293,48 +258,14 @@ FRAGMENTS: dict[str, Fragment] = {
     ),
     "padded": Fragment(padded=True, words="loss=whole", fast=True),
     "padded, not said": Fragment(padded=True, says=("unpadded tokens", "loss=whole"), fast=True),
-    "padded by a mask": Fragment(padded_mean, padded=True, words="loss=whole"),
-    "padded, selected": Fragment(selected, padded=True, words="loss=whole"),
-    "padded, each row": Fragment(per_row, padded=True),
-    "padded, weights of classes": Fragment(
-        lambda m, x, y, w: ce(m, x, y, weight=w),
-        kwargs={"w": torch.linspace(1, 2, V)},
-        padded=True,
-        words="loss=whole",
-    ),
     "weights of classes": Fragment(
         lambda m, x, y, w: ce(m, x, y, weight=w), kwargs={"w": torch.linspace(1, 2, V)}, words="loss=whole"
     ),
     "smoothed": Fragment(lambda m, x, y: ce(m, x, y, label_smoothing=0.1), padded=True, words="loss=whole"),
-    "padded sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum"), padded=True, words="loss=sum"),
-    "padded sum by a number": Fragment(
-        lambda m, x, y, n: ce(m, x, y, reduction="sum") / n,
-        kwargs={"n": 40.0},
-        padded=True,
-        words="loss=sum",
-    ),
     "contrastive": Fragment(contrastive, words="loss=whole"),
     "contrastive, not said": Fragment(contrastive, says=("does not compute", "loss=whole")),
-    "exp of a mean": Fragment(lambda m, x, y: ce(m, x, y).exp(), words="loss=whole"),
-    "root of a mean": Fragment(lambda m, x, y: (m.head(x) ** 2).mean().sqrt(), words="loss=whole"),
-    "squared sum": Fragment(lambda m, x, y: ce(m, x, y, reduction="sum") ** 2 * 1e-3, words="loss=whole"),
-    "sum and mean": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * x.square().sum(), words="loss=whole"),
     "mean and a term of weights": Fragment(lambda m, x, y: ce(m, x, y) + 1e-2 * m.head.weight.square().sum()),
-    "sum and a term of weights": Fragment(
-        lambda m, x, y: ce(m, x, y, reduction="sum") + m.head.weight.square().sum(), words="loss=whole"
-    ),
-    "mean over rows of sums": Fragment(
-        lambda m, x, y: F.cross_entropy(m.head(x).transpose(1, 2), y, reduction="none").sum(1).mean()
-    ),
-    "mse": Fragment(lambda m, x, y: F.mse_loss(m.head(x)[..., 0], y.float())),
-    "bce": Fragment(lambda m, x, y: F.binary_cross_entropy_with_logits(m.head(x)[..., 0], (y > 8).float())),
-    "max over the batch": Fragment(lambda m, x, y: ce(m, x, y, reduction="none").max(), words="loss=whole"),
-    "centred over the batch": Fragment(
-        lambda m, x, y: (x - x.mean(0, keepdim=True)).square().mean(), words="loss=whole"
-    ),
-    "in a tuple": Fragment(in_tuple, words="loss=sum"),
     "in a dict": Fragment(as_dict, words="loss=sum"),
-    "said mean": Fragment(words="loss=mean"),
     "outside, mean": Fragment(
         lambda m, x, y: m.head(x),
         outside=lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
@@ -345,17 +276,8 @@ FRAGMENTS: dict[str, Fragment] = {
         outside=lambda z, y: F.cross_entropy(z[0].flatten(0, 1), y.flatten()) + 0.1 * z[1],
         fast=True,
     ),
-    "outside, with a sum": Fragment(
-        lambda m, x, y: {"z": m.head(x), "sum": x.square().sum()},
-        outside=lambda z, y: F.cross_entropy(z["z"].flatten(0, 1), y.flatten()) + 1e-2 * z["sum"],
-    ),
     # arguments
     "positions": Fragment(forward=with_positions, kwargs={"pos": POSITIONS}, words="batch_dims=pos=none"),
-    "positions with features": Fragment(
-        forward=with_positions,
-        kwargs={"pos": POSITIONS[:, None].expand(L, D).contiguous()},
-        words="batch_dims=pos=none",
-    ),
     "positions, not said": Fragment(
         forward=with_positions, kwargs={"pos": POSITIONS}, says=("batch_dims=NAME=none",), fast=True
     ),
@@ -364,27 +286,10 @@ FRAGMENTS: dict[str, Fragment] = {
         kwargs={"pos": torch.linspace(0, 1, 2 * L)[None]},
     ),
     "mask": Fragment(forward=with_mask, kwargs={"mask": MASK}),
-    "weights as long as the batch": Fragment(
-        lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
-        kwargs={"w": torch.ones(B)},
-        words="batch_dims=w=none",
-    ),
     "uneven weights as long as the batch": Fragment(
         lambda m, x, y, w: F.cross_entropy(m.head(x)[..., :B].flatten(0, 1), y.flatten() % B, weight=w),
         kwargs={"w": torch.linspace(1, 2, B)},
         words="batch_dims=w=none loss=whole",
-    ),
-    "weights of samples": Fragment(
-        lambda m, x, y, w: (
-            F.cross_entropy(m.head(x).transpose(1, 2), y, reduction="none").mean(1) * w
-        ).mean(),
-        kwargs={"w": torch.linspace(1, 2, B)},
-    ),
-    "positions first": Fragment(
-        forward=with_positions,
-        kwargs={"pos": torch.linspace(0, 1, L)},
-        first="pos",
-        words="batch_dims=pos=none",
     ),
     "positions of another length first": Fragment(
         forward=lambda m, ids, labels, pos: with_positions(m, ids, labels, pos[:L]),
@@ -393,8 +298,6 @@ FRAGMENTS: dict[str, Fragment] = {
         words="batch_dims=ids=0,labels=0",
     ),
     "a bank": Fragment(bank, ("does not compute", "batch_dims=NAME=none"), {"bank": BANK}),
-    "a bank, said": Fragment(bank, kwargs={"bank": BANK}, words="batch_dims=bank=none"),
-    "an unused argument": Fragment(lambda m, x, y, t: ce(m, x, y), kwargs={"t": torch.zeros(B)}),
     "time first": Fragment(
         forward=time_major,
         kwargs={"cond": torch.randn(L, B, D, generator=_g())},
@@ -406,23 +309,16 @@ FRAGMENTS: dict[str, Fragment] = {
     ),
     # buffers and attributes
     "counter": Fragment(block=attribute("calls", 0), hook=count, at=AT),
-    "counter in each block": Fragment(block=attribute("calls", 0), hook=count),
     "counter as a buffer": Fragment(block=buffer, hook=buffer_count, at=AT, fast=True),
-    "annealing": Fragment(block=attribute("temperature", 1.0), hook=anneal),
     "average of weights": Fragment(block=buffer, hook=ema_of_weights),
     "average of rows": Fragment(
         block=buffer, hook=ema_of_rows, at=AT, says=("buffer", "'blocks.2.n'"), fast=True
     ),
     "counter of the model": Fragment(root_count, root=attribute("calls", 0)),
-    "counter of the model, padded": Fragment(
-        root_count, root=attribute("calls", 0), padded=True, words="loss=whole"
-    ),
     "collected by hooks": Fragment(
         forward=collected_by_hook, says=("neither returns it nor keeps", "output_router_logits"), fast=True
     ),
-    "a note": Fragment(block=attribute("noted", None), hook=notes),
     "batch norm": Fragment(block=batch_norm, hook=normed, at=AT, says=("'blocks.2.bn'", "GroupNorm")),
-    "frozen batch norm": Fragment(block=frozen_norm, hook=normed, at=AT),
     "attributes of blocks": Fragment(forward=attribute_of_block, fast=True),
     "flag on blocks": Fragment(forward=flag_on_block, block=attribute("depth", 0), hook=uses_flag),
 }

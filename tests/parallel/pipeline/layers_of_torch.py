@@ -1,4 +1,4 @@
-"""Models made of torch's own Transformer layers, and of torchvision's or hand-written vision blocks."""
+"""Models made of torch's own Transformer layers, and of hand-written vision blocks."""
 
 from __future__ import annotations
 
@@ -101,66 +101,6 @@ class Tokens(nn.Module):
         return F.cross_entropy(self.head(x[:, 0]) * self.scale, labels)
 
 
-class Window(nn.Module):
-    """A block of a Swin: attention within windows, shifted in every other block by an attribute."""
-
-    def __init__(self, shift: int, width: int = D) -> None:
-        super().__init__()
-        self.shift, self.window = shift, 2
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.bias = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, high, wide, width = x.shape
-        h = self.norm1(x)
-        if self.shift:
-            h = h.roll((-self.shift, -self.shift), (1, 2))
-        w = self.window
-        h = (
-            h.view(rows, high // w, w, wide // w, w, width)
-            .permute(0, 1, 3, 2, 4, 5)
-            .reshape(-1, w * w, width)
-        )
-        q, k, v = self.qkv(h).chunk(3, -1)
-        h = self.proj(((q @ k.mT) / width**0.5 + self.bias).softmax(-1) @ v)
-        h = h.view(rows, high // w, wide // w, w, w, width).permute(0, 1, 3, 2, 4, 5).reshape(x.shape)
-        if self.shift:
-            h = h.roll((self.shift, self.shift), (1, 2))
-        x = x + h
-        return x + self.mlp(self.norm2(x))
-
-
-class Merging(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reduce = nn.Linear(4 * D, 2 * D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
-        return self.reduce(torch.cat(parts, -1))
-
-
-class Swin(nn.Module):
-    """Stages of blocks, with a merging layer between that makes another shape; the forward asks for ``shift``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, D, 2, 2)
-        self.blocks = nn.ModuleList([Window(0), Window(1), Merging(), Window(0, 2 * D), Window(1, 2 * D)])
-        self.head = nn.Linear(2 * D, 5)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        x = self.patch(images).permute(0, 2, 3, 1)
-        shifts = sum(
-            block.shift for block in self.blocks if isinstance(block, Window) or hasattr(block, "shift")
-        )
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x.mean((1, 2))) * shifts, labels)
-
-
 class Residual(nn.Module):
     def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -180,17 +120,6 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.layers(self.stem(images)).mean((2, 3))), labels)
-
-
-class WithLoss(nn.Module):
-    """A classifier of torchvision, and its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(images), labels)
 
 
 @dataclass
@@ -242,57 +171,19 @@ CASES: dict[str, Case] = {
     "encoder": Case(Encoder, text),
     "encoder, masked": Case(Encoder, lambda: text(mask=True)),
     "encoder, padded": Case(lambda: Encoder(nested=False), lambda: text(padding=True)),
-    "encoder, norm first": Case(lambda: Encoder(norm_first=True), lambda: text(padding=True)),
-    "encoder, padded and nested": Case(Encoder, lambda: text(padding=True)),
     "encoder, time first": Case(lambda: Encoder(True), lambda: text(True), TIME_FIRST),
-    "encoder, time first, padded": Case(
-        lambda: Encoder(True, False), lambda: text(True, True, True), f"{TIME_FIRST},padding=0"
-    ),
     "decoder": Case(Decoder, with_memory),
-    "decoder, masked": Case(Decoder, lambda: with_memory(mask=True)),
     "decoder, time first": Case(
         lambda: Decoder(True), lambda: with_memory(True, True), f"{TIME_FIRST},memory=1"
     ),
-    "both": Case(Both, lambda: text(targets=True)),
-    "both, masked and padded": Case(Both, lambda: text(mask=True, padding=True, targets=True)),
     "both, time first": Case(
         lambda: Both(True), lambda: text(True, True, True, True), f"{TIME_FIRST},targets=1,padding=0"
     ),
     "encoder, time first, not said": Case(
         lambda: Encoder(True), lambda: text(True, time=4), says=("does not compute", "batch_dims=NAME=1")
     ),
-    "swin": Case(Swin, images),
     "vit": Case(Tokens, images),
     "resnet with batch norm": Case(
         lambda: ConvNet(lambda: nn.BatchNorm2d(D)), images, says=("'layers.0.norm1'", "batch normalisation")
     ),
-    "resnet with group norm": Case(lambda: ConvNet(lambda: nn.GroupNorm(2, D)), images),
 }
-
-
-def torchvision_cases() -> dict[str, Case]:
-    from torchvision import models
-
-    def swin() -> nn.Module:
-        return WithLoss(
-            models.SwinTransformer(
-                [2, 2], 8, [2, 2], [2, 2], [2, 2], num_classes=5, stochastic_depth_prob=0.0
-            )
-        )
-
-    def vit() -> nn.Module:
-        return WithLoss(models.VisionTransformer(8, 4, 4, 2, 8, 16, num_classes=5))
-
-    def resnet() -> nn.Module:
-        return WithLoss(models.resnet18(num_classes=5))
-
-    def convnext() -> nn.Module:
-        setting = models.convnext.CNBlockConfig
-        return WithLoss(models.ConvNeXt([setting(8, 16, 2), setting(16, None, 2)], 0.0, num_classes=5))
-
-    return {
-        "swin of torchvision": Case(swin, images),
-        "vit of torchvision": Case(vit, images),
-        "resnet of torchvision": Case(resnet, lambda: images(32), says=("batch normalisation",)),
-        "convnext of torchvision": Case(convnext, lambda: images(32)),
-    }

@@ -71,33 +71,12 @@ def keeps(block: Any, x: Tensor, kept: Tensor) -> Any:
     return x, kept * 0.5 + x.tanh()
 
 
-def growing(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x, past = model.embed(ids), list[Tensor]()
-    for block in model.blocks:
-        x, past = block(x, past)
-    return ce(model, model.norm(x + torch.stack(past).mean(0)), labels)
-
-
 def supervised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     x, losses = model.embed(ids), []
     for block in model.blocks:
         x = block(x)
         losses.append(x)
     return sum(ce(model, model.norm(one), labels) for one in losses) / len(losses)
-
-
-def stacked(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    outs = [x]
-    for block in model.blocks:
-        x = block(x)
-        outs += [x]
-    weights = model.mixing.softmax(0)
-    return ce(model, model.norm((torch.stack(outs) * weights[:, None, None, None]).sum(0)), labels)
-
-
-def mixing(model: Any) -> None:
-    model.mixing = torch.nn.Parameter(torch.linspace(0, 1, 5))
 
 
 def unet(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -109,34 +88,6 @@ def unet(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     for block in model.blocks[half:]:
         x = block(x + skips.pop())
     return ce(model, model.norm(x), labels)
-
-
-def unet_by_arguments(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x, skips = model.embed(ids), list[Tensor]()
-    for index, block in enumerate(model.blocks):
-        x = block(x) if index < 2 else block(x, skips.pop())
-        if index < 2:
-            skips.append(x)
-    return ce(model, model.norm(x), labels)
-
-
-def joins(block: Any, x: Tensor, *skip: Tensor) -> Tensor:
-    return block.norm(torch.stack([x, *skip]).sum(0))
-
-
-def around(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    for block in model.blocks:
-        x = x + 0.5 * block(x)
-    return ce(model, model.norm(x), labels)
-
-
-def skip(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    first = x
-    for block in model.blocks:
-        x = block(x)
-    return ce(model, model.norm(x + first), labels)
 
 
 def hidden_states(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -152,18 +103,6 @@ def of_states(output: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(z.flatten(0, 1), labels.flatten()) + 0.01 * sum(x.square().mean() for x in states)
 
 
-def with_total(model: Any, ids: Tensor, labels: Tensor) -> Any:
-    x, total = model.embed(ids), 0.0
-    for block in model.blocks:
-        x, aux = block(x)
-        total = total + aux
-    return model.head(model.norm(x)), total
-
-
-def of_total(output: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output[0].flatten(0, 1), labels.flatten()) + 0.1 * output[1]
-
-
 def sparsity(block: Any, x: Tensor, *args: Any) -> Tensor:
     block.sparsity = x.abs().mean()
     return x
@@ -174,18 +113,6 @@ def of_attributes(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     for block in model.blocks:
         x = block(x)
     return ends(model, x, labels, sum(block.sparsity for block in model.blocks))
-
-
-def inner_note(block: Any, x: Tensor, *args: Any) -> Tensor:
-    block.norm.last = x
-    return x
-
-
-def of_inner_notes(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    for block in model.blocks:
-        x = block(x)
-    return ends(model, x, labels, sum(block.norm.last.square().mean() for block in model.blocks))
 
 
 def mean(block: Any, x: Tensor) -> Tensor:
@@ -202,32 +129,12 @@ def balance(block: Any, x: Tensor) -> Tensor:
     return (share * share).sum()
 
 
-def of_weights(block: Any, x: Tensor) -> Tensor:
-    return block.mix.weight.square().mean()
-
-
-def per_row(block: Any, x: Tensor) -> Tensor:
-    return x.square().mean((1, 2))
-
-
 def statistics(block: Any, x: Tensor) -> Tensor:
     return x.mean((0, 1))
 
 
 def mixes_rows(block: Any, x: Tensor, *args: Any) -> Any:
     return x - 0.5 * x.mean(0, keepdim=True), x.square().mean()
-
-
-def two(block: Any, x: Tensor, *args: Any) -> Any:
-    return x, {"mean": mean(block, x), "rows": per_row(block, x)}
-
-
-def of_two(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x, found = model.embed(ids), []
-    for block in model.blocks:
-        x, aux = block(x)
-        found.append(aux)
-    return ends(model, x, labels, sum(a["mean"] + a["rows"].mean() for a in found))
 
 
 def loss_is_a_sum(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -238,29 +145,6 @@ def loss_is_a_sum(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return ce(model, model.norm(x), labels, reduction="sum") + found
 
 
-def of_rows(found: list[Tensor]) -> Tensor:
-    return torch.stack(found).mean(1).square().sum()
-
-
-def looked_at(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    """Not part of the loss."""
-    x, found = model.embed(ids), []
-    for block in model.blocks:
-        x, aux = block(x)
-        found.append(aux)
-    model.seen = len(found)
-    return ce(model, model.norm(x), labels)
-
-
-def preallocated(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = model.embed(ids)
-    outs = torch.zeros(len(model.blocks), *x.shape)
-    for index, block in enumerate(model.blocks):
-        x = block(x)
-        outs[index] = x
-    return ce(model, model.norm(outs.mean(0)), labels)
-
-
 def through_list(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     x, found = model.embed(ids), []
     for block in model.blocks:
@@ -269,20 +153,8 @@ def through_list(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return ends(model, x, labels, sum(found), 1.0)
 
 
-def keep_mean(block: Any, x: Tensor, *args: Any) -> Any:
-    return x, mean(block, x)
-
-
 def adds(block: Any, x: Tensor, aux: Any, *args: Any) -> Any:
     return x, aux + x.square().mean()
-
-
-def set_reduction(model: Any, kwargs: dict[str, Any], step: int) -> None:
-    model.reduction = "mean" if step % 2 == 0 else "sum"
-
-
-def of_setting(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return ce(model, x, labels, reduction=model.reduction)
 
 
 def set_keyword(model: Any, kwargs: dict[str, Any], step: int) -> None:
@@ -339,50 +211,26 @@ def over(x: Tensor) -> Tensor:
 
 
 PASSING: dict[str, Fragment] = {
-    "a mean of blocks, zero at first": of_blocks_later(lambda x: over(x).mean()),
     "a sum of blocks, zero at first": of_blocks_later(
         lambda x: over(x).sum(), words="verify=every:1", says=("in training call 2",)
     ),
     "a hinge that is a sum, inactive at first": later(lambda x: over(x).sum()),
     "means added up": Fragment(forward=added(mean), fast=True),
-    "sums added up": Fragment(forward=added(total), says=("does not compute",)),
     "means of blocks": returned(mean),
     "sums of blocks": returned(total, says=("does not compute", "without the others")),
     "sums of blocks, all of it": Fragment(
         forward=loss_is_a_sum, after=lambda b, x, *a: (x, total(b, x)), words="loss=sum"
     ),
-    "means of blocks, stacked": returned(mean, lambda found: torch.stack(found).mean()),
-    "means of blocks in place": Fragment(forward=in_place, after=keep_mean),
-    "rows of blocks": returned(per_row, lambda found: torch.stack(found).square().mean()),
-    "statistics of blocks": returned(statistics, lambda found: sum(found).sum()),
     "squared statistics of blocks": returned(
         statistics, lambda found: sum(found).square().sum(), words="loss=whole"
     ),
-    "penalties of weights": returned(of_weights),
     "balance of blocks": returned(balance, says=("does not compute",)),
-    "balance of rows": returned(
-        lambda b, x: x.softmax(-1).mean(1), lambda found: of_rows(found), words="loss=whole"
-    ),
-    "balance of blocks, looked at": Fragment(forward=looked_at, after=lambda b, x, *a: (x, balance(b, x))),
-    "several of blocks": Fragment(forward=of_two, after=two),
-    "a sum and means": Fragment(forward=loss_is_a_sum, after=keep_mean, words="loss=whole"),
-    "a number through blocks": Fragment(forward=through(0.0), after=adds),
     "a tensor through blocks": Fragment(forward=through(torch.zeros(())), after=adds),
     "a cache through blocks": Fragment(forward=cache, after=keeps, fast=True),
-    "a growing list": Fragment(forward=growing, after=lambda b, x, past: (x, [*past, x.tanh()])),
     "deep supervision": Fragment(forward=supervised, padded=True, words="loss=whole"),
-    "mixture of layers": Fragment(forward=stacked, root=mixing),
     "long skips": Fragment(forward=unet, fast=True),
-    "long skips as arguments": Fragment(forward=unet_by_arguments, hook=joins),
-    "residuals around blocks": Fragment(forward=around),
-    "a skip from the embedding": Fragment(forward=skip),
     "states outside": Fragment(forward=hidden_states, outside=of_states),
-    "a number outside": Fragment(forward=with_total, after=keep_mean, outside=of_total),
     "notes": Fragment(forward=of_attributes, hook=sparsity, fast=True),
-    "notes of inner modules": Fragment(forward=of_inner_notes, hook=inner_note),
-    "reduction by an attribute": Fragment(
-        of_setting, root=attribute("reduction", "mean"), script=set_reduction, steps=3, words="loss=whole"
-    ),
     "reduction by a keyword": Fragment(of_keyword, script=set_keyword, steps=3, words="loss=whole"),
     "attribute of blocks that is set": Fragment(
         forward=through_list,
@@ -393,7 +241,6 @@ PASSING: dict[str, Fragment] = {
         words="verify=every:1",
         says=("in training call 2",),
     ),
-    "a preallocated tensor": Fragment(forward=preallocated),
     "rows are mixed": Fragment(
         forward=in_place, after=mixes_rows, says=("does not compute", "without the others")
     ),

@@ -14,7 +14,6 @@ from torch import nn
 from lockstep import Accelerator
 from lockstep.errors import LockstepError
 from tests.frozen.verdicts import hold
-from tests.parallel.pipeline import layers_of_torch
 from tests.parallel.pipeline.layers_of_torch import CASES, Case
 
 TOLERANCE = 2e-5
@@ -61,35 +60,26 @@ def outcome(case: Case) -> tuple[str, str]:
     return "differs", f"loss {got[0]} instead of {loss}, gradients by {apart}"
 
 
-def outcomes(names: list[str], of_torchvision: bool = False) -> dict[str, tuple[str, str]]:
-    cases = layers_of_torch.torchvision_cases() if of_torchvision else CASES
-    return {name: outcome(cases[name]) for name in names}
+def outcomes(names: list[str]) -> dict[str, tuple[str, str]]:
+    return {name: outcome(CASES[name]) for name in names}
 
 
-def check(ranks: list[dict[str, tuple[str, str]]], cases: dict[str, Case]) -> None:
-    if cases is CASES:  # torchvision is not everywhere
-        hold("pipeline, layers of torch", ranks)
+def check(ranks: list[dict[str, tuple[str, str]]]) -> None:
+    hold("pipeline, layers of torch", ranks)
     wrong = {
         name: (word, text)
         for results in ranks
         for name, (word, text) in results.items()
-        if word != ("refused" if cases[name].says else "equal")
-        or any(part not in text for part in cases[name].says)
+        if word != ("refused" if CASES[name].says else "equal")
+        or any(part not in text for part in CASES[name].says)
     }
     assert wrong == {}
 
 
 def test_some_layers_are_right_or_refused(run_distributed: Any) -> None:
-    check(run_distributed(outcomes, 2, list(FAST), timeout_s=120), CASES)
+    check(run_distributed(outcomes, 2, list(FAST), timeout_s=120))
 
 
 @pytest.mark.exhaustive
 def test_all_other_layers_are_right_or_refused(run_distributed: Any) -> None:
-    check(run_distributed(outcomes, 2, [name for name in CASES if name not in FAST], timeout_s=300), CASES)
-
-
-@pytest.mark.exhaustive
-def test_models_of_torchvision_are_right_or_refused(run_distributed: Any) -> None:
-    pytest.importorskip("torchvision")
-    cases = layers_of_torch.torchvision_cases()
-    check(run_distributed(outcomes, 2, list(cases), True, timeout_s=300), cases)
+    check(run_distributed(outcomes, 2, [name for name in CASES if name not in FAST], timeout_s=300))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parallel.split.host import BLOCKS, HIDDEN, WIDTH, Block, Fragment, cross_entropy, through
+from tests.parallel.split.host import HIDDEN, WIDTH, Block, Fragment, cross_entropy, through
 
 Change = Callable[[Tensor], Tensor]
 
@@ -123,9 +123,6 @@ ALIKE: dict[str, Fragment] = {
     "a function mixes positions": by_function(of_positions),
     "a function mixes rows": by_function(of_rows),
     "a function of single elements": by_function(torch.sin),
-    "a dictionary chooses positions": around(
-        if_chosen(lambda m: bool(m.options["mixes"]), of_positions), lambda i: {"options": {"mixes": i == 2}}
-    ),
     "an object chooses positions": around(
         if_chosen(lambda m: bool(m.options.mixes), of_positions),
         lambda i: {"options": SimpleNamespace(mixes=i == 2)},
@@ -134,18 +131,10 @@ ALIKE: dict[str, Fragment] = {
         if_chosen(lambda m: bool(m.options.mixes), of_rows),
         lambda i: {"options": SimpleNamespace(mixes=i == 2)},
     ),
-    "a buffer chooses positions": around(
-        lambda m, x: torch.where(m.mixes > 0, of_positions(x), x),
-        lambda i: {"mixes": nn.Buffer(torch.tensor(float(i == BLOCKS - 1)))},
-    ),
     "positions in training": around(if_chosen(lambda m: bool(m.training), of_positions), lambda _: {}),
     "rows in training": around(if_chosen(lambda m: bool(m.training), of_rows), lambda _: {}),
     "zero times positions": around(lambda m, x: x + m.scale * of_positions(x), zero),
     "zero times rows": around(lambda m, x: x + m.scale * of_rows(x), zero),
-    "zero times zero times rows": around(
-        lambda m, x: x + m.scale * (m.other * of_rows(x)),
-        lambda i: {**zero(i), "other": nn.Parameter(torch.zeros(()))},
-    ),
     "zero times a sum": Fragment(build=add_zero, loss=sum_times_zero),
     "as many rows as four": around(lambda m, x: x * (2 if len(x) >= 4 else 1), lambda _: {}),
     "experts by where": Fragment(mlp=Experts),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.parallel.split.host import HEADS, WIDTH, Block, Fragment, mean_loss, through
-from tests.parallel.split.layers import Layer, random
+from tests.parallel.split.layers import random
 
 HEAD = WIDTH // HEADS
 LENGTH = 12
@@ -121,29 +121,8 @@ def rope_inside(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
 
 
-def rope_cached(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if m.cached is None or m.cached[0].shape[0] < x.shape[1]:
-        m.cached = angles(x.shape[1])
-    cos, sin = m.cached
-    return sdpa(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
-
-
 def rope_given(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return sdpa(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
-
-
-def rope_complex(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, freqs: Tensor) -> Tensor:
-    def turn(t: Tensor) -> Tensor:
-        z = torch.view_as_complex(t.transpose(1, 2).reshape(*t.transpose(1, 2).shape[:-1], -1, 2))
-        return torch.view_as_real(z * freqs[None, :, None, :]).flatten(3).transpose(1, 2)
-
-    return sdpa(turn(q), turn(k), v, is_causal=True)
-
-
-def alibi(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    places = torch.arange(x.shape[1])
-    bias = (places[None] - places[:, None]) * m.slopes[:, None, None]
-    return sdpa(q, k, v, attn_mask=bias.masked_fill(~causal(x.shape[1]), -math.inf)[None])
 
 
 def window(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,17 +145,6 @@ def linear_attention(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tens
 def by_hand(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("bhid,bhjd->bhij", q, k) / HEAD**0.5
     return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(~causal(x.shape[1]), -1e9).softmax(-1), v)
-
-
-def soft_capped(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = torch.tanh(q @ k.mT / HEAD**0.5 / 5) * 5
-    return scores.masked_fill(~causal(x.shape[1]), -1e9).softmax(-1) @ v
-
-
-def differential(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)
-    weight = torch.exp((m.lq * m.lk).sum()) - 0.5
-    return sdpa(q1, k1, v, is_causal=True) - weight * sdpa(q2, k2, v, is_causal=True)
 
 
 def persistent(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,12 +172,6 @@ def gated(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y * m.gate(x).unflatten(-1, (m.num_heads, -1)).transpose(1, 2).sigmoid()
 
 
-def short_convolution(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    flat = v.transpose(1, 2).flatten(2).mT
-    v = m.conv(flat)[..., : x.shape[1]].mT.unflatten(-1, (m.num_heads, -1)).transpose(1, 2)
-    return sdpa(q, k, v, is_causal=True)
-
-
 def one_head_after_another(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([sdpa(q[:, i], k[:, i], v[:, i], is_causal=True) for i in range(m.num_heads)], 1)
 
@@ -218,25 +180,11 @@ def head_scale(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(q, k, v, is_causal=True) * m.scale.view(1, -1, 1, 1)
 
 
-def norm_of_heads(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa(m.qn(q), m.kn(k), v, is_causal=True)
-
-
-def norm_of_all(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    y = sdpa(q, k, v, is_causal=True)
-    flat = m.gn(y.transpose(1, 2).flatten(2).flatten(0, 1)).view(*x.shape)
-    return flat.unflatten(-1, (m.num_heads, -1)).transpose(1, 2)
-
-
 def entropy(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Notes a statistic on itself."""
     y = sdpa(q, k, v, is_causal=True)
     m.last = y.detach().abs().mean()
     return y
-
-
-def value_and_input(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa(q, k, v + x.unflatten(-1, (HEADS, -1)).transpose(1, 2), is_causal=True)
 
 
 def chunked(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -290,28 +238,6 @@ class Cross(nn.Module):
         return self.o(sdpa(q, k, v).transpose(1, 2).flatten(2))
 
 
-class ValueResidual(Block):
-    """The first block's values go through all blocks."""
-
-    def __init__(self, block: Block) -> None:
-        nn.Module.__init__(self)
-        self.__dict__["_modules"].update(block._modules)
-
-    def forward(self, x: Tensor, first: Tensor | None = None) -> Any:  # type: ignore[override]
-        h = self.norm1(x)
-        first = h if first is None else first
-        x = x + self.attn(0.5 * h + 0.5 * first)
-        x = x + self.mlp(self.norm2(x))
-        return (x + self.experts(self.norm3(x)) if hasattr(self, "experts") else x), first
-
-
-def with_first(model: Any, x: Tensor) -> Tensor:
-    first = None
-    for block in model.blocks:
-        x, first = block(x, first)
-    return x
-
-
 def to_attention(
     make: Callable[[torch.Generator, int], dict[str, Tensor]], **fragment: Any
 ) -> dict[str, Any]:
@@ -333,25 +259,14 @@ def rope_tables(model: Any, x: Tensor) -> Tensor:
     return through(model, x, cos=cos, sin=sin)
 
 
-def rope_frequencies(model: Any, x: Tensor) -> Tensor:
-    at = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.3]))
-    return through(model, x, freqs=torch.polar(torch.ones_like(at), at))
-
-
 ATTENTION: dict[str, Fragment] = {
     "grouped": Fragment(attention=lambda: Grouped(2)),
     "grouped by argument": Fragment(attention=lambda: Grouped(2, by_argument=True)),
     "multi-query": Fragment(attention=lambda: Grouped(1)),
     "nanogpt": Fragment(attention=Fused),
-    "nanogpt by hand": Fragment(attention=lambda: Fused(by_hand=True)),
     "timm": Fragment(attention=lambda: Fused("timm")),
-    "fused by heads": Fragment(attention=lambda: Fused("heads")),
     "rope inside": own(rope_inside),
-    "rope cached": own(rope_cached, cached=lambda: None),
     "rope as arguments": Fragment(attention=lambda: Own(rope_given), body=rope_tables),
-    "rope by complex numbers": Fragment(attention=lambda: Own(rope_complex), body=rope_frequencies),
-    "alibi": own(alibi, slopes=lambda: nn.Buffer(0.5 ** torch.arange(1, HEADS + 1).float())),
-    "sliding window": own(window),
     "a mask of the batch": Fragment(
         attention=lambda: Own(with_mask),
         **to_attention(lambda g, rows: {"mask": padding(g, rows) & causal(LENGTH)}),
@@ -359,44 +274,19 @@ ATTENTION: dict[str, Fragment] = {
     "a mask of positions": Fragment(
         attention=lambda: Own(with_mask), **to_attention(lambda g, rows: {"mask": causal(LENGTH)})
     ),
-    "a float mask of positions": Fragment(
-        attention=lambda: Own(with_mask),
-        **to_attention(
-            lambda g, rows: {"mask": torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(~causal(LENGTH), -1e9)}
-        ),
-    ),
-    "a mask of keys": Fragment(
-        attention=lambda: Own(with_mask), **to_attention(lambda g, rows: {"mask": padding(g, rows)})
-    ),
     "linear attention": own(linear_attention),
     "by hand": own(by_hand),
-    "soft-capped": own(soft_capped),
-    "differential": own(differential, lq=random(2), lk=random(2)),
     "persistent keys": own(persistent, mk=random(1, HEADS, 3, HEAD), mv=random(1, HEADS, 3, HEAD)),
-    "cosine": own(cosine, scale=random(HEADS, 1, 1)),
     "cosine of one scale": own(cosine, scale=random(1)),
     "relative positions": own(relative, table=lambda: nn.Embedding(15, HEADS)),
-    "gated by features": own(gated, gate=lambda: nn.Linear(WIDTH, WIDTH)),
-    "short convolution": own(
-        short_convolution, conv=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
-    ),
     "head after head": own(one_head_after_another),
     "scale of heads": own(head_scale, scale=random(HEADS)),
-    "norms of queries and keys": own(norm_of_heads, qn=lambda: nn.RMSNorm(HEAD), kn=lambda: nn.RMSNorm(HEAD)),
-    "group norm of heads": own(norm_of_all, gn=lambda: nn.GroupNorm(HEADS, WIDTH)),
-    "a noted statistic": own(entropy, last=lambda: None),
-    "values and input": own(value_and_input),
     "windows by reshaping": own(chunked),
     "not causal": own(lambda m, x, q, k, v: sdpa(q, k, v)),
-    "scale by argument": own(lambda m, x, q, k, v: sdpa(q, k, v, is_causal=True, scale=0.3)),
-    "positional arguments": own(
-        lambda m, x, q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.0, True)
-    ),
     "multihead": Fragment(attention=Multihead),
     "multihead, time first": Fragment(attention=lambda: Multihead(batch_first=False)),
     "multihead with weights": Fragment(attention=lambda: Multihead(need_weights=True)),
     "encoder layer": Fragment(block=lambda b: Encoder(b, batch_first=True, norm_first=True)),
-    "encoder layer, norm after": Fragment(block=lambda b: Encoder(b, batch_first=True, activation="gelu")),
     "encoder layer, time first": Fragment(block=lambda b: Encoder(b)),
     "cross attention": Fragment(
         attention=Cross,
@@ -406,10 +296,6 @@ ATTENTION: dict[str, Fragment] = {
         attention=Cross,
         **to_attention(lambda g, rows: {"memory": torch.ones(1, 5, 6)}),
         at=(0, 1, 2, 3),
-    ),
-    "value residual": Fragment(block=ValueResidual, body=with_first),
-    "attention twice": Fragment(
-        attention=lambda: Layer(lambda m, x: m.a(x) + m.b(x), a=Grouped(4), b=Grouped(2))
     ),
     "no attention": Fragment(attention=lambda: nn.Linear(WIDTH, WIDTH), loss=mean_loss),
 }

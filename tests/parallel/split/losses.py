@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,6 @@ class Output:
     logits: Tensor | None = None
 
 
-class NamedOutput(NamedTuple):
-    loss: Tensor
-    logits: Tensor
-
-
 def each(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).transpose(1, 2), labels, reduction="none")
 
@@ -36,11 +31,6 @@ def shifted(m: Any, x: Tensor, y: Tensor) -> Tensor:
 def z_loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
     z = m.head(x)
     return F.cross_entropy(z.flatten(0, 1), y.flatten()) + 1e-2 * z.logsumexp(-1).square().mean()
-
-
-def focal(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = each(m, x, y)
-    return ((1 - (-loss).exp()) ** 2 * loss).mean()
 
 
 def chunked(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -55,24 +45,10 @@ def _sum(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(m, x, y, reduction="sum")
 
 
-def many_tokens(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Heads for the next tokens but one, too."""
-    losses = [
-        F.cross_entropy(head(x)[:, : x.shape[1] - i].flatten(0, 1), y[:, i:].flatten())
-        for i, head in enumerate([m.head, *m.more])
-    ]
-    return torch.stack(losses).mean()
-
-
 def dpo(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """The first half of the rows is preferred to the second."""
     good, bad = (-each(m, x, y).sum(1)).chunk(2, dim=0)
     return -F.logsigmoid(0.1 * (good - bad)).mean()
-
-
-def interleaved_pairs(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    score = m.head(x)[:, -1, 0]
-    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
 
 
 def ppo(m: Any, x: Tensor, y: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
@@ -88,23 +64,6 @@ def info_nce(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(scores, at) + F.cross_entropy(scores.T, at)) / 2
 
 
-def triplet(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    a = x.mean(1)
-    return F.triplet_margin_loss(a, a.roll(1, 0), a.roll(2, 0)) + mean_loss(m, x, y)
-
-
-def decorrelated(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Barlow Twins."""
-    a, b = (t - t.mean(0) for t in (x[:, 0], x[:, -1]))
-    c = (a / (a.std(0) + 1e-3)).T @ (b / (b.std(0) + 1e-3)) / len(a)
-    return ((c - torch.eye(WIDTH)) ** 2).sum() * 1e-2
-
-
-def weighted_tasks(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    losses = torch.stack([mean_loss(m, x, y), x.square().mean()])
-    return (losses * (-m.log_vars).exp() + m.log_vars).sum()
-
-
 def l2_of_all(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return mean_loss(m, x, y) + 1e-3 * sum(p.square().sum() for p in m.parameters())
 
@@ -115,19 +74,6 @@ def l1_of_blocks(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def l2_of_split(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return mean_loss(m, x, y) + 1e-2 * m.blocks[-1].mlp.up.weight.square().sum()
-
-
-def norm_of_split(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return mean_loss(m, x, y) * (1 + m.blocks[-1].mlp.down.weight.norm())
-
-
-def orthogonal_head(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    w = m.head.weight
-    return mean_loss(m, x, y) + 1e-2 * (w.T @ w - torch.eye(WIDTH)).square().mean()
-
-
-def spread_of_embeddings(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return mean_loss(m, x, y) - 1e-2 * torch.pdist(m.embed.weight).mean()
 
 
 def rows_of_head(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -158,15 +104,6 @@ def add_teacher(m: Any) -> None:
     m.teacher = copy.deepcopy(m.head).requires_grad_(False)
 
 
-def add_heads(m: Any) -> None:
-    m.more = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
-
-
-def label_by_length(m: Any, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
-    last = x[torch.arange(x.shape[0]), lengths - 1]
-    return F.cross_entropy(m.head(last), y[:, 0])
-
-
 def masked_by_lengths(m: Any, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
     mask = torch.arange(x.shape[1])[None] < lengths[:, None]
     return (each(m, x, y) * mask).sum() / mask.sum()
@@ -176,27 +113,12 @@ def mean_pooled(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x.mean(1)), y[:, 0])
 
 
-def attention_pooled(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    weights = m.pool(x).softmax(1)
-    return F.cross_entropy(m.head((x * weights).sum(1)), y[:, 0])
-
-
 def adaptive(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.adaptive(x.flatten(0, 1), y.flatten()).loss
 
 
 def add(name: str, make: Any) -> Any:
     return lambda m: setattr(m, name, make())
-
-
-def batch_normed_head(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(m.head(m.bn(x.mean(1))), y[:, 0])
-
-
-def hardest(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The worst half of all tokens."""
-    loss = each(m, x, y).flatten()
-    return loss.topk(loss.numel() // 2).values.mean()
 
 
 def robust(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -242,7 +164,6 @@ LOSSES: dict[str, Fragment] = {
     "mean of padded": Fragment(padded=True),
     "sum": simple(reduced(reduction="sum")),
     "sum by rows and length": simple(lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / y.numel()),
-    "sum by rows": simple(lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / y.shape[0]),
     "sum by a constant": simple(lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / 96),
     "sum by labels": simple(
         lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / (y != -100).sum(), padded=True
@@ -256,11 +177,6 @@ LOSSES: dict[str, Fragment] = {
         lambda m, x, y, w: cross_entropy(m, x, y, weight=w),
         given=lambda g, rows: {"w": torch.linspace(1, 2, VOCABULARY)},
     ),
-    "weights of classes as a buffer": simple(
-        lambda m, x, y: cross_entropy(m, x, y, weight=m.w),
-        build=lambda m: m.register_buffer("w", torch.linspace(1, 2, VOCABULARY)),
-        padded=True,
-    ),
     "weights of tokens": simple(
         lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum(),
         given=lambda g, rows: {"w": torch.rand(rows, 12, generator=g)},
@@ -269,91 +185,43 @@ LOSSES: dict[str, Fragment] = {
         lambda m, x, y, w: (each(m, x, y).mean(1) * w).mean(),
         given=lambda g, rows: {"w": torch.rand(rows, generator=g)},
     ),
-    "smoothed and padded": simple(reduced(label_smoothing=0.1), padded=True),
     "shifted": simple(shifted),
-    "shifted and padded": simple(shifted, padded=True),
     "z-loss": simple(z_loss),
-    "focal": simple(focal),
     "in chunks": simple(chunked),
-    "several tokens": simple(many_tokens, build=add_heads),
     "preferences": simple(dpo),
-    "preferences side by side": simple(interleaved_pairs),
-    "policy gradient": simple(
-        ppo,
-        given=lambda g, rows: {
-            "old": -torch.rand(rows, 12, generator=g) - 3,
-            "advantage": torch.randn(rows, generator=g),
-        },
-    ),
     "in-batch negatives": simple(info_nce),
-    "triplets": simple(triplet),
-    "decorrelation": simple(decorrelated),
-    "uncertainty of tasks": simple(
-        weighted_tasks, build=lambda m: m.register_parameter("log_vars", nn.Parameter(torch.zeros(2)))
-    ),
     "l2 of all parameters": simple(l2_of_all),
     "l1 of norms": simple(l1_of_blocks),
     "l2 of a layer": simple(l2_of_split),
-    "norm of a layer": simple(norm_of_split),
-    "orthogonality of the head": simple(orthogonal_head),
-    "spread of embeddings": simple(spread_of_embeddings),
     "rows of the head": simple(rows_of_head),
     "teacher's logits": simple(
         distilled, given=lambda g, rows: {"teacher": torch.randn(rows, 12, VOCABULARY, generator=g)}
     ),
     "a frozen head": simple(self_distilled, build=add_teacher),
     "a moving teacher": simple(moving_teacher, build=add_teacher),
-    "a moving teacher that begins elsewhere": simple(
-        moving_teacher, build=add("teacher", lambda: nn.Linear(WIDTH, VOCABULARY).requires_grad_(False))
-    ),
-    "the last of each row": simple(label_by_length, given=lengths),
     "masked by lengths": simple(masked_by_lengths, given=lengths),
     "mean-pooled": simple(mean_pooled),
     "first token": simple(lambda m, x, y: F.cross_entropy(m.head(x[:, 0]), y[:, 0])),
-    "attention-pooled": simple(attention_pooled, build=add("pool", lambda: nn.Linear(WIDTH, 1))),
     "adaptive softmax": simple(
         adaptive, build=add("adaptive", lambda: nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCABULARY, [8, 20]))
     ),
-    "batch norm in the head": simple(batch_normed_head, build=add("bn", lambda: nn.BatchNorm1d(WIDTH))),
-    "hardest tokens": simple(hardest),
     "log-sum-exp of rows": simple(robust),
-    "over its own value": simple(normalised),
-    "mixed rows": simple(mixed),
-    "square root": simple(lambda m, x, y: mean_loss(m, x, y).sqrt()),
-    "logarithm of a mean": simple(lambda m, x, y: x.square().mean().log()),
-    "clamped": simple(lambda m, x, y: mean_loss(m, x, y).clamp(max=100.0)),
     "flooding": simple(lambda m, x, y: (mean_loss(m, x, y) - 3.0).abs() + 3.0),
-    "maximum of two": simple(lambda m, x, y: torch.maximum(mean_loss(m, x, y), x.square().mean())),
-    "entropy of the mean prediction": simple(
-        lambda m, x, y: (
-            mean_loss(m, x, y) + 0.1 * torch.special.xlogy(p := m.head(x).softmax(-1).mean((0, 1)), p).sum()
-        )
-    ),
     "a number beside logits": simple(lambda m, x, y: ((z := m.head(x)), outside(z, y))[::-1]),
     "an output class": simple(lambda m, x, y: Output(outside(z := m.head(x), y), z)),
-    "a named tuple": simple(lambda m, x, y: NamedOutput(outside(z := m.head(x), y), z)),
     "a dictionary with numbers": simple(auxiliary_dictionary),
-    "of shape one": simple(lambda m, x, y: mean_loss(m, x, y)[None], outside=lambda loss, y: loss.sum()),
     "of each row": simple(lambda m, x, y: each(m, x, y).mean(1), outside=lambda loss, y: loss.mean()),
     "logits alone": simple(lambda m, x, y: m.head(x), outside=outside),
-    "logits of padded": simple(lambda m, x, y: m.head(x), outside=outside, padded=True),
-    "pooled logits": simple(
-        lambda m, x, y: m.head(x.mean(1)), outside=lambda z, y: F.cross_entropy(z, y[:, 0])
-    ),
     "logits and a balance": simple(
         lambda m, x, y: (m.head(x), x.square().mean()), outside=lambda z, y: outside(z[0], y) + 0.1 * z[1]
     ),
     "logits time first": simple(
         lambda m, x, y: m.head(x).transpose(0, 1), outside=lambda z, y: outside(z.transpose(0, 1), y)
     ),
-    "flat logits": simple(
-        lambda m, x, y: m.head(x).flatten(0, 1), outside=lambda z, y: F.cross_entropy(z, y.flatten())
-    ),
     "features and their covariance": simple(
         lambda m, x, y: {"z": m.head(x), "cov": torch.cov(x.flatten(0, 1).T)},
         outside=lambda z, y: outside(z["z"], y) + z["cov"].square().mean(),
     ),
-    "half of the sum": simple(lambda m, x, y: 0.5 * each(m, x, y).sum() / each(m, x, y).shape[0]),
     "detached": simple(lambda m, x, y: mean_loss(m, x, y) * x.detach().abs().mean()),
     "no labels": Fragment(
         forward=lambda m, ids, labels: (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parallel.split.host import VOCABULARY, WIDTH, Block, Fragment, cross_entropy, mean_loss
+from tests.parallel.split.host import WIDTH, Block, Fragment, cross_entropy, mean_loss
 
 
 class Changed(nn.Module):
@@ -38,17 +38,6 @@ def changed(change: Callable[[Any, Tensor], Tensor], at: tuple[int, ...] = (1, 2
 def counted(m: Any, x: Tensor) -> Tensor:
     m.step += 1
     return x * (1 + 0.1 * float(m.step))
-
-
-def counted_in_training(m: Any, x: Tensor) -> Tensor:
-    if m.training:
-        m.step += 1
-    return x * (0.5 + 0.1 * m.step)
-
-
-def warm(m: Any, x: Tensor) -> Tensor:
-    m.step += 1
-    return x * min(1.0, m.step.item() / 2)
 
 
 def in_dictionary(m: Any, x: Tensor) -> Tensor:
@@ -97,12 +86,6 @@ def running_of_weights(m: Any, x: Tensor) -> Tensor:
     return x - 0.1 * m.mean
 
 
-def running_of_split_weights(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.mean.lerp_(m.block.mlp.up.weight.mean(0), 0.1)
-    return x - 0.1 * m.mean
-
-
 def last_mean(m: Any, x: Tensor) -> Tensor:
     """Of the batch before."""
     y = x - 0.1 * m.last
@@ -116,20 +99,10 @@ def cache_of_positions(m: Any, x: Tensor) -> Tensor:
     return x + 0 * m.cache.sum()
 
 
-def lazily(m: Any, x: Tensor) -> Tensor:
-    if not hasattr(m, "scale"):
-        m.scale = 1.0 / x.shape[-1] ** 0.5
-    return x * m.scale
-
-
 def new_buffer(m: Any, x: Tensor) -> Tensor:
     if "table" not in m._buffers:
         m.register_buffer("table", torch.ones(x.shape[-1]), persistent=False)
     return x * m.table
-
-
-def rng_of_its_own(m: Any, x: Tensor) -> Tensor:
-    return x * (1 + 0.0 * torch.rand((), generator=m.generator))
 
 
 def loss_state(change: Callable[[Any, Tensor, Tensor], Tensor], **buffers: Any) -> Fragment:
@@ -154,26 +127,12 @@ def queue(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return mean_loss(m, x, y) + 0.1 * (key @ negatives.T).logsumexp(-1).mean()
 
 
-def centre(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    """DINO: logits without their running mean."""
-    z = m.head(x)
-    loss = F.cross_entropy((z - m.centre).flatten(0, 1), y.flatten())
-    with torch.no_grad():
-        m.centre.mul_(0.9).add_(0.1 * z.mean((0, 1)))
-    return loss
-
-
 def prototypes(m: Any, x: Tensor, y: Tensor) -> Tensor:
     pooled = x.mean(1)
     loss = F.mse_loss(pooled, m.prototypes[y[:, 0]]) + mean_loss(m, x, y)
     with torch.no_grad():
         m.prototypes.index_add_(0, y[:, 0], 0.1 * pooled)
     return loss
-
-
-def annealed(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    m.temperature = max(0.5, m.temperature * 0.9)
-    return F.cross_entropy((m.head(x) / m.temperature).flatten(0, 1), y.flatten())
 
 
 def balanced(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -195,11 +154,6 @@ def token_counts(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(m, x, y)
 
 
-def class_counts(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    m.counts += torch.bincount(y.flatten(), minlength=VOCABULARY)
-    return cross_entropy(m, x, y, weight=1 / (1 + m.counts))
-
-
 def double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
@@ -210,10 +164,6 @@ def half_input(module: nn.Module, args: Any) -> Any:
 
 def scaled_gradient(module: nn.Module, gradients: Any, outputs: Any) -> Any:
     return tuple(None if g is None else g * 0.5 for g in gradients)
-
-
-def clipped_gradient(module: nn.Module, gradients: Any, outputs: Any) -> Any:
-    return tuple(None if g is None else g.clamp(-1e-3, 1e-3) for g in gradients)
 
 
 def normed_gradient(module: nn.Module, gradients: Any, outputs: Any) -> Any:
@@ -264,51 +214,29 @@ def normed(m: Any, x: Tensor) -> Tensor:
 
 STATE: dict[str, Fragment] = {
     "counter": changed(counted, step=0),
-    "counter as a buffer": changed(counted, step=torch.zeros(())),
-    "counter in training": changed(counted_in_training, step=0),
-    "warm-up by a buffer's value": changed(warm, step=torch.zeros((), dtype=torch.long)),
-    "counter in a dictionary": changed(in_dictionary, state={"calls": 0}),
     "counter in a list": changed(in_list, seen=[]),
     "counter in an object": changed(in_object, meter=Meter()),
     "random numbers of its own": changed(chosen, numbers=random.Random(0)),
-    "history of inputs": changed(history, seen=[]),
     "recent lengths": changed(recent, seen=deque(maxlen=2)),
     "running mean": changed(running_norm, mean=torch.zeros(WIDTH)),
     "running mean of weights": changed(running_of_weights, mean=torch.ones(WIDTH)),
-    "running mean of split weights": changed(running_of_split_weights, mean=torch.ones(WIDTH)),
     "mean of the last batch": changed(last_mean, last=torch.zeros(WIDTH)),
     "cache of positions": changed(cache_of_positions, cache=None),
-    "attribute made late": changed(lazily),
     "buffer made late": changed(new_buffer),
-    "a generator": changed(rng_of_its_own, generator=None),
     "batch norm of tokens": changed(normed, bn=nn.BatchNorm1d(WIDTH)),
-    "batch norm without statistics": changed(normed, bn=nn.BatchNorm1d(WIDTH, track_running_stats=False)),
     "queue of keys": loss_state(queue, queue=torch.eye(32, WIDTH), pointer=torch.zeros(1, dtype=torch.long)),
-    "running centre": loss_state(centre, centre=torch.zeros(VOCABULARY)),
-    "prototypes": loss_state(prototypes, prototypes=torch.zeros(VOCABULARY, WIDTH)),
-    "annealed temperature": loss_state(annealed, temperature=2.0),
     "running loss": loss_state(balanced, average=torch.ones(())),
-    "metrics": loss_state(metrics, accuracy=None, log=[]),
     "tokens seen": loss_state(token_counts, seen=0),
-    "classes seen": loss_state(class_counts, counts=torch.zeros(VOCABULARY)),
     "hook on an MLP's output": on_each("mlp", "register_forward_hook", double_output),
-    "hook on an inner layer's output": on_each("mlp.up", "register_forward_hook", double_output),
     "hook on an inner layer's input": on_each("mlp.down", "register_forward_pre_hook", half_input),
     "hook on attention's input": on_each("attn", "register_forward_pre_hook", half_input),
     "hook on an MLP's gradient": on_each("mlp", "register_full_backward_hook", scaled_gradient),
-    "clipping hook on an MLP": on_each("mlp", "register_full_backward_hook", clipped_gradient),
-    "clipping hook on an inner layer": on_each("mlp.down", "register_full_backward_hook", clipped_gradient),
     "norm hook on an inner layer": on_each("mlp.down", "register_full_backward_hook", normed_gradient),
-    "norm hook on a block": on_each("", "register_full_backward_hook", normed_gradient),
     "features by hooks": collect("mlp", 0.1),
     "inner features by hooks": collect("mlp.up", 0.1),
     "frozen embedding": freeze("embed"),
     "frozen blocks": freeze("blocks.0", "blocks.1"),
-    "frozen head": freeze("head"),
     "frozen but norms": Fragment(
         build=lambda m: _ignore([p.requires_grad_("norm" in n) for n, p in m.named_parameters()])
-    ),
-    "frozen half of a layer": Fragment(
-        build=lambda m: _ignore(m.blocks[1].mlp.up.weight.requires_grad_(False))
     ),
 }

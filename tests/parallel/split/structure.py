@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from tests.parallel.split.host import (
     HIDDEN,
     VOCABULARY,
     WIDTH,
-    Attention,
     Block,
     Fragment,
     cross_entropy,
@@ -38,11 +36,6 @@ def module(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
 
 
 # Embeddings ---------------------------------------------------------------------------------------
-
-
-def sinusoids(length: int) -> Tensor:
-    at = torch.arange(length)[:, None] / 100 ** (torch.arange(0, WIDTH, 2) / WIDTH)
-    return torch.cat([at.sin(), at.cos()], -1)
 
 
 def with_class_token(m: Any, ids: Tensor, **given: Any) -> Tensor:
@@ -73,41 +66,12 @@ def in_place_embedding(m: Any, ids: Tensor, **given: Any) -> Tensor:
     return x
 
 
-def factorised(m: Any) -> None:
-    m.embed = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, WIDTH))
-
-
-def padded_embedding(m: Any) -> None:
-    m.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
-
-
 def limited_embedding(m: Any) -> None:
     m.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
 
 
-def by_weight(m: Any, ids: Tensor, **given: Any) -> Tensor:
-    return m.embed.weight[ids] * WIDTH**0.5
-
-
 def one_hot(m: Any, ids: Tensor, **given: Any) -> Tensor:
     return F.one_hot(ids, VOCABULARY).float() @ m.embed.weight
-
-
-def smoothed_embedding(m: Any, ids: Tensor, **given: Any) -> Tensor:
-    x = m.embed(ids)
-    return m.conv(F.pad(x.mT, (2, 0))).mT
-
-
-def recurrent_embedding(m: Any, ids: Tensor, **given: Any) -> Tensor:
-    return m.rnn(m.embed(ids))[0]
-
-
-def patches(m: Any, ids: Tensor, **given: Any) -> Tensor:
-    return m.join(m.embed(ids).unflatten(1, (-1, 3)).flatten(2))
-
-
-def of_patches(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(m, x, y[:, ::3].contiguous())
 
 
 class Scaled(nn.Module):
@@ -177,15 +141,6 @@ def deep_supervision(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def two_depths(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    x = m.embed(ids)
-    for index, block in enumerate(m.blocks):
-        x = block(x)
-        if index == 1:
-            middle = mean_loss(m, m.norm(x), labels)
-    return mean_loss(m, m.norm(x), labels) + 0.3 * middle
-
-
 def early_exit(m: Any, x: Tensor) -> Tensor:
     for block in m.blocks:
         x = block(x)
@@ -194,25 +149,9 @@ def early_exit(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-def from_embedding(m: Any, x: Tensor) -> Tensor:
-    return through(m, x) + x
-
-
 def scaled_by_depth(m: Any, x: Tensor) -> Tensor:
     for index, block in enumerate(m.blocks):
         x = x + (block(x) - x) / (index + 1) ** 0.5
-    return x
-
-
-def normed_between(m: Any, x: Tensor) -> Tensor:
-    for block, norm in zip(m.blocks, m.norms, strict=True):
-        x = norm(block(x))
-    return x
-
-
-def scaled_between(m: Any, x: Tensor) -> Tensor:
-    for block, scale in zip(m.blocks, m.scales, strict=True):
-        x = block(x) * scale
     return x
 
 
@@ -249,12 +188,6 @@ def checkpointed(reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     return body
 
 
-def by_keyword(m: Any, x: Tensor) -> Tensor:
-    for block in m.blocks:
-        x = block(x=x)
-    return x
-
-
 def in_eval(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         x = m.blocks[0](x)
@@ -269,20 +202,9 @@ def detached_middle(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-def in_float64(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return through(m, x.double().float())
-
-
 def of_first_weight(m: Any, x: Tensor) -> Tensor:
     p = next(m.blocks.parameters())
     return through(m, x.to(p.device, m.blocks[0].attn.q.weight.dtype)) / len(m.blocks)
-
-
-def by_name(m: Any, x: Tensor) -> Tensor:
-    for _, block in m.blocks.named_children():
-        x = block(x)
-    return x
 
 
 def skipping(m: Any, x: Tensor) -> Tensor:
@@ -294,12 +216,6 @@ def skipping(m: Any, x: Tensor) -> Tensor:
 
 class Pair(NamedTuple):
     x: Tensor
-    aux: Tensor
-
-
-@dataclass
-class Carried:
-    hidden: Tensor
     aux: Tensor
 
 
@@ -338,13 +254,6 @@ def carried(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return mean_loss(m, m.norm(x), labels) + 0.01 * aux
 
 
-def carried_class(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    state = Carried(m.embed(ids), torch.zeros(()))
-    for block in m.blocks:
-        state = block(state)
-    return mean_loss(m, m.norm(state.hidden), labels) + 0.01 * state.aux
-
-
 def collected(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """Auxiliary losses that blocks return are added up beside them."""
     x, aux = m.embed(ids), []
@@ -365,18 +274,9 @@ def shared_blocks(m: Any) -> None:
     m.blocks = nn.ModuleList([m.blocks[0]] * 4)
 
 
-def two_shared(m: Any) -> None:
-    m.blocks = nn.ModuleList([m.blocks[0], m.blocks[1], m.blocks[0], m.blocks[1]])
-
-
 def shared_mlp(m: Any) -> None:
     for block in m.blocks:
         block.mlp = m.blocks[0].mlp
-
-
-def tied_weights(m: Any) -> None:
-    for block in m.blocks[1:]:
-        block.mlp.up.weight = m.blocks[0].mlp.up.weight
 
 
 def sequential(m: Any) -> None:
@@ -400,17 +300,6 @@ def two_lists(m: Any) -> None:
 def nested(m: Any) -> None:
     m.stages = nn.ModuleList([m.blocks[:2], m.blocks[2:]])
     del m.blocks
-
-
-def plain_list(m: Any) -> None:
-    """Beside the registered ones, a list that torch does not see."""
-    m.order = [tuple(m.blocks)]
-
-
-def of_plain_list(m: Any, x: Tensor) -> Tensor:
-    for block in m.order[0]:
-        x = block(x)
-    return x
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -452,23 +341,6 @@ def two_inputs(m: Any, ids: Tensor, labels: Tensor, other: Tensor) -> Tensor:
     return F.cosine_embedding_loss(a, b, torch.ones(len(a))) + F.cross_entropy(m.head(a), labels[:, 0])
 
 
-def joined_inputs(m: Any, ids: Tensor, labels: Tensor, other: Tensor) -> Tensor:
-    """Both through the same blocks, in one batch."""
-    a, b = m.norm(through(m, m.embed(torch.cat([ids, other])))).mean(1).chunk(2)
-    return F.mse_loss(a, b) + F.cross_entropy(m.head(a), labels[:, 0])
-
-
-def joined_lengths(m: Any, ids: Tensor, labels: Tensor, other: Tensor) -> Tensor:
-    x = m.norm(through(m, m.embed(torch.cat([ids, other], 1))))
-    return cross_entropy(m, x[:, : ids.shape[1]], labels)
-
-
-def second_pass(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    with torch.no_grad():
-        guess = m.head(m.norm(through(m, m.embed(ids)))).argmax(-1)
-    return mean_loss(m, m.norm(through(m, m.embed(guess))), labels)
-
-
 def packed_rows(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """One long row of all."""
     x = through(m, m.embed(ids.reshape(1, -1)))
@@ -497,10 +369,6 @@ def no_labels(m: Any, ids: Tensor, labels: Tensor, extra: Tensor | None = None) 
     return mean_loss(m, m.norm(through(m, m.embed(ids))), labels)
 
 
-def of_list(m: Any, ids: Tensor, labels: Tensor, parts: list[Tensor]) -> Tensor:
-    return mean_loss(m, m.norm(through(m, m.embed(ids) + sum(parts))), labels)
-
-
 def mixture(loss: Any, **options: Any) -> Fragment:
     return Fragment(
         mlp=lambda: MixtureOfExperts(WIDTH, HIDDEN, num_experts=4, **options), loss=loss, together=True
@@ -517,16 +385,8 @@ def fixed(*shape: int) -> Callable[[torch.Generator, int], dict[str, Any]]:
 
 STRUCTURE: dict[str, Fragment] = {
     # embeddings
-    "learnt positions": Fragment(
-        build=module("pos", lambda: nn.Embedding(16, WIDTH)),
-        start=lambda m, ids: m.embed(ids) + m.pos(torch.arange(ids.shape[1])),
-    ),
     "positions as a parameter": Fragment(
         build=parameter("pos", 1, 16, WIDTH), start=lambda m, ids: m.embed(ids) + m.pos[:, : ids.shape[1]]
-    ),
-    "sinusoids in a buffer": Fragment(
-        build=lambda m: m.register_buffer("pe", sinusoids(16), persistent=False),
-        start=lambda m, ids: m.embed(ids) + m.pe[: ids.shape[1]],
     ),
     "class token": Fragment(
         build=parameter("cls", 1, 1, WIDTH), start=with_class_token, loss=class_loss, length=11
@@ -536,96 +396,41 @@ STRUCTURE: dict[str, Fragment] = {
     ),
     "prompt": Fragment(build=parameter("prompt", 4, WIDTH), start=with_prompt, loss=after_prompt),
     "tied head": Fragment(build=tie),
-    "tied by hand": Fragment(
-        loss=lambda m, x, y: F.cross_entropy((x @ m.embed.weight.T).flatten(0, 1), y.flatten())
-    ),
     "in place": Fragment(build=parameter("cls", WIDTH), start=in_place_embedding),
-    "factorised": Fragment(build=factorised),
-    "padding index": Fragment(build=padded_embedding),
     "largest norm": Fragment(build=limited_embedding),
-    "rows of the weight": Fragment(start=by_weight),
     "one-hot": Fragment(start=one_hot),
-    "convolution before blocks": Fragment(
-        build=module("conv", lambda: nn.Conv1d(WIDTH, WIDTH, 3)), start=smoothed_embedding
-    ),
-    "recurrence before blocks": Fragment(
-        build=module("rnn", lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)), start=recurrent_embedding
-    ),
-    "patches": Fragment(
-        build=module("join", lambda: nn.Linear(3 * WIDTH, WIDTH)), start=patches, loss=of_patches
-    ),
-    "norm over positions before blocks": Fragment(start=lambda m, ids: F.normalize(m.embed(ids), dim=1)),
     # between blocks
     "scalar mix": Fragment(build=parameter("mix", 5), body=scalar_mix),
     "u-net": Fragment(body=unet),
     "dense": Fragment(body=dense),
     "deep supervision": Fragment(forward=deep_supervision),
-    "loss in the middle": Fragment(forward=two_depths),
     "early exit": Fragment(body=early_exit),
-    "embedding after blocks": Fragment(body=from_embedding),
     "scaled by depth": Fragment(body=scaled_by_depth),
-    "norms between blocks": Fragment(
-        build=module("norms", lambda: nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))),
-        body=normed_between,
-    ),
-    "scales between blocks": Fragment(
-        build=lambda m: setattr(m, "scales", nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(4))),
-        body=scaled_between,
-    ),
     "rows of a parameter between blocks": Fragment(build=parameter("levels", 4, WIDTH), body=listed_scale),
     "half as long": Fragment(body=halved),
-    "all blocks twice": Fragment(body=twice),
     "blocks in reverse": Fragment(body=backwards),
     "checkpointed blocks": Fragment(body=checkpointed(False)),
     "reentrant checkpoints": Fragment(body=checkpointed(True)),
-    "blocks by keyword": Fragment(body=by_keyword),
     "first block without gradients": Fragment(body=in_eval),
     "detached in the middle": Fragment(body=detached_middle),
-    "another type and back": Fragment(body=in_float64),
     "attributes of the first weight": Fragment(body=of_first_weight),
-    "children by name": Fragment(body=by_name),
     "one block left out": Fragment(body=skipping),
     "a parameter in a closure": Fragment(build=scaled_by_a_closure),
     "a parameter in a list": Fragment(build=in_a_list, body=lambda m, x: through(m, x) * m.kept[0]),
     "forwards around those before": Fragment(build=around_old_forwards),
     "a block's forward around the one before": Fragment(build=one_forward_around),
-    "blocks without a sum": Fragment(
-        body=lambda m, x: x + m.blocks[0](x) + m.blocks[1](x) + m.blocks[2](x) + m.blocks[3](x)
-    ),
     # what blocks take and give
     "a tuple of one": wrapped(lambda block, x: (block(x),), first_of_tuple),
-    "a tuple with None": wrapped(lambda block, x: (block(x), None), first_of_tuple),
     "a dictionary": wrapped(lambda block, d: {"x": block(d["x"])}, of_dictionary),
     "an auxiliary loss through blocks": Fragment(
         block=lambda b: Wrapped(b, lambda block, x, aux: ((y := block(x)), aux + aux_of(y))), forward=carried
     ),
-    "an auxiliary loss in a dataclass": Fragment(
-        block=lambda b: Wrapped(b, lambda block, s: Carried((y := block(s.hidden)), s.aux + aux_of(y))),
-        forward=carried_class,
-    ),
     "auxiliary losses beside blocks": Fragment(
         block=lambda b: Wrapped(b, lambda block, x: ((y := block(x)), aux_of(y))), forward=collected
     ),
-    "auxiliary losses of named tuples": Fragment(
-        block=lambda b: Wrapped(b, lambda block, x: Pair((y := block(x)), aux_of(y))), forward=collected
-    ),
-    "an inner module of the block is skipped": wrapped(
-        lambda block, x: (
-            x + block.attn(block.norm1(x)) + block.mlp.down(F.relu(block.mlp.up(block.norm2(x))))
-        ),
-        None,
-    ),
-    "parallel attention and mlp": wrapped(
-        lambda block, x: x + block.attn(h := block.norm1(x)) + block.mlp(h) + 0 * block.norm2(x), None
-    ),
-    "norm after": wrapped(
-        lambda block, x: block.norm2((h := block.norm1(x + block.attn(x))) + block.mlp(h)), None
-    ),
     # how blocks are held
     "one block for all": Fragment(build=shared_blocks),
-    "two blocks in turn": Fragment(build=two_shared),
     "one MLP for all": Fragment(build=shared_mlp),
-    "one weight for all": Fragment(build=tied_weights),
     "sequential": Fragment(build=sequential, body=lambda m, x: m.blocks(x)),
     "dictionary": Fragment(
         build=dictionary, body=lambda m, x: [x := block(x) for block in m.blocks.values()][-1]
@@ -634,27 +439,16 @@ STRUCTURE: dict[str, Fragment] = {
     "two lists": Fragment(
         build=two_lists, body=lambda m, x: [x := block(x) for block in (*m.encoder, *m.decoder)][-1]
     ),
-    "lists in a list": Fragment(
-        build=nested, body=lambda m, x: [x := block(x) for stage in m.stages for block in stage][-1]
-    ),
-    "a list that torch does not see": Fragment(build=plain_list, body=of_plain_list),
     # arguments
     "a vector of each row": given(lambda m, ids, c: m.embed(ids) + c[:, None], rows_of(WIDTH)),
-    "a number of each row": given(lambda m, ids, c: m.embed(ids) * c[:, None, None], rows_of()),
     "features of positions": given(lambda m, ids, c: m.embed(ids) + c, fixed(LENGTH, WIDTH)),
-    "numbers of positions": given(lambda m, ids, c: m.embed(ids) * (1 + c[:, None]), fixed(LENGTH)),
-    "positions with a row": given(lambda m, ids, c: m.embed(ids) + c, fixed(1, LENGTH, WIDTH)),
     "types of tokens": given(
         lambda m, ids, c: m.embed(ids) + m.embed(c),
         lambda g, rows: {"c": torch.randint(0, 2, (rows, LENGTH), generator=g)},
     ),
     "a scalar": given(lambda m, ids, c: m.embed(ids) * c, lambda g, rows: {"c": torch.tensor(0.5)}),
-    "a float": given(lambda m, ids, c: m.embed(ids) * c, lambda g, rows: {"c": 0.5}),
     "features as many as rows": given(lambda m, ids, c: m.embed(ids) * (1 + c), fixed(WIDTH), rows=16),
     "rows as many as the length": given(lambda m, ids, c: m.embed(ids) + c[:, None], rows_of(WIDTH), rows=12),
-    "positions as many as rows": given(
-        lambda m, ids, c: m.embed(ids) * (1 + c[:, None]), fixed(LENGTH), rows=12
-    ),
     "classes as many as rows": Fragment(
         loss=lambda m, x, y, c: cross_entropy(m, x, y % 8, weight=F.pad(c, (0, VOCABULARY - 8), value=1.0)),
         body=lambda m, x, c: through(m, x),
@@ -662,23 +456,11 @@ STRUCTURE: dict[str, Fragment] = {
         given=fixed(8),
     ),
     "a vector of each row to blocks": to_blocks(lambda x, c: x + c[:, None], rows_of(WIDTH)),
-    "features to blocks": to_blocks(lambda x, c: x * (1 + c), fixed(WIDTH)),
     "positions to blocks": to_blocks(lambda x, c: x + c, fixed(LENGTH, WIDTH)),
-    "numbers of tokens to blocks": to_blocks(lambda x, c: x * c[..., None], rows_of(LENGTH)),
-    "a scalar to blocks": to_blocks(lambda x, c: x * c, lambda g, rows: {"c": torch.tensor(0.7)}),
     "two batches, one after the other": Fragment(
         forward=two_inputs,
         given=lambda g, rows: {"other": torch.randint(0, VOCABULARY, (rows, LENGTH), generator=g)},
     ),
-    "two batches in one": Fragment(
-        forward=joined_inputs,
-        given=lambda g, rows: {"other": torch.randint(0, VOCABULARY, (rows, LENGTH), generator=g)},
-    ),
-    "two sequences in one": Fragment(
-        forward=joined_lengths,
-        given=lambda g, rows: {"other": torch.randint(0, VOCABULARY, (rows, 4), generator=g)},
-    ),
-    "a pass before the pass": Fragment(forward=second_pass),
     "all rows in one": Fragment(forward=packed_rows),
     "sorted rows": Fragment(forward=sorted_rows),
     "time first": Fragment(forward=time_first),
@@ -686,20 +468,10 @@ STRUCTURE: dict[str, Fragment] = {
         forward=reported, given=lambda g, rows: {"name": "train", "flags": {"scale": 2}}
     ),
     "an argument that is None": Fragment(forward=no_labels, given=lambda g, rows: {"extra": None}),
-    "a list of tensors": Fragment(
-        forward=of_list,
-        given=lambda g, rows: {"parts": [torch.randn(rows, LENGTH, WIDTH, generator=g) for _ in range(2)]},
-    ),
     # the library's mixture of experts
     "mixture": mixture(None),
-    "mixture of one": mixture(None, top_k=1),
-    "mixture with its balance": mixture(lambda m, x, y: mean_loss(m, x, y) + 0.1 * balance(m)),
     "mixture with both losses": mixture(
         lambda m, x, y: mean_loss(m, x, y) + 0.1 * balance(m) + 0.01 * router_z(m)
     ),
     "mixture with capacity": mixture(None, capacity_factor=1.0),
-    "mixture with capacity and balance": mixture(
-        lambda m, x, y: mean_loss(m, x, y) + 0.1 * balance(m), capacity_factor=1.0
-    ),
-    "attention alone": Fragment(mlp=Attention),
 }

@@ -7,12 +7,10 @@ from tests.parallel.split.attention import ATTENTION
 from tests.parallel.split.host import Fragment
 from tests.parallel.split.layers import LAYERS
 from tests.parallel.split.losses import LOSSES
-from tests.parallel.split.reused import REUSED
 from tests.parallel.split.state import STATE
 from tests.parallel.split.structure import STRUCTURE
 
 FRAGMENTS: dict[str, Fragment] = {
-    **REUSED,
     **{f"mlp: {name}": fragment for name, fragment in LAYERS.items()},
     **{f"attention: {name}": fragment for name, fragment in ATTENTION.items()},
     **{f"loss: {name}": fragment for name, fragment in LOSSES.items()},
@@ -59,7 +57,6 @@ FAST: dict[str, tuple[str, ...]] = {
             "state: batch norm of tokens",
             "state: features by hooks",
             "loss: preferences",
-            "model: average of rows",
         ),
         *("mlp: reversed gradient", "structure: one block for all"),
     ),
@@ -72,37 +69,21 @@ WORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "micro_batches=4": ("loss: preferences",),
         "batch_dims=c=none": (
             "structure: features as many as rows",
-            "structure: positions as many as rows",
             "structure: classes as many as rows",
         ),
         "loss=whole": (
             "loss: mean of padded",
             "loss: sum by labels",
             "loss: weights of classes",
-            "loss: weights of classes as a buffer",
             "loss: weights of tokens",
-            "loss: smoothed and padded",
-            "loss: shifted and padded",
             "loss: preferences",
-            "loss: preferences side by side",
-            "loss: policy gradient",
             "loss: in-batch negatives",
-            "loss: triplets",
-            "loss: decorrelation",
             "loss: masked by lengths",
-            "loss: hardest tokens",
             "loss: log-sum-exp of rows",
-            "loss: over its own value",
-            "loss: mixed rows",
-            "loss: square root",
-            "loss: logarithm of a mean",
             "loss: flooding",
-            "loss: maximum of two",
-            "loss: entropy of the mean prediction",
             "loss: detached",
             "alike: zero times a sum",
             "state: running loss",
-            "state: classes seen",
             "structure: classes as many as rows",
         ),
     }

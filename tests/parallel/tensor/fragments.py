@@ -217,7 +217,6 @@ FRAGMENTS: dict[str, Fragment] = {
     # MLPs that were right before
     "gelu": Fragment(lambda: MLP(lambda m, x, h: F.gelu(h))),
     "squared relu": Fragment(lambda: MLP(lambda m, x, h: F.relu(h).square())),
-    "two whole factors": Fragment(lambda: MLP(lambda m, x, h: F.silu(h) * 2 + torch.ones(1))),
     "gated": Fragment(
         lambda: Whole(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), **layers(gate=linear(HIDDEN))), 3
     ),
@@ -229,80 +228,31 @@ FRAGMENTS: dict[str, Fragment] = {
     "residual inside": Fragment(lambda: Whole(lambda m, x: x + m.down(F.relu(m.up(x))), **layers())),
     # a whole tensor that meets hidden features
     "gate of one": Fragment(lambda: MLP(sigmoid_gate, gate=linear(1))),
-    "gate without bias": Fragment(lambda: MLP(sigmoid_gate, gate=nn.Linear(WIDTH, 1, bias=False))),
-    "gate of two layers": Fragment(
-        lambda: MLP(sigmoid_gate, gate=nn.Sequential(linear(8), nn.Tanh(), linear(1, 8))), 4
-    ),
     "gate used twice": Fragment(lambda: Whole(residual_of_gate, **layers(gate=linear(1)))),
     "own input's mean": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + x.mean(-1, keepdim=True))),
-    "own input's norm": Fragment(lambda: MLP(lambda m, x, h: F.gelu(h) / (1 + x.norm(dim=-1, keepdim=True)))),
-    "first feature": Fragment(lambda: MLP(lambda m, x, h: h * x[..., :1].sigmoid())),
     "scale": Fragment(lambda: MLP(scaled, scale=parameter())),
-    "scale of one": Fragment(lambda: MLP(scaled, scale=parameter(1))),
-    "scale, bias": Fragment(lambda: MLP(lambda m, x, h: F.relu(h * m.a + m.b), a=parameter(), b=parameter())),
     "scale everywhere": Fragment(lambda: Whole(mixed_uses, **layers(scale=parameter()))),
-    "prelu": Fragment(lambda: MLP(lambda m, x, h: m.act(h), act=nn.PReLU())),
-    "swish with beta": Fragment(
-        lambda: MLP(lambda m, x, h: h * torch.sigmoid(m.beta * h), beta=parameter(1))
-    ),
     "in place": Fragment(lambda: MLP(in_place, gate=linear(1))),
     "torch.where": Fragment(
         lambda: MLP(lambda m, x, h: torch.where(h > 0, h, m.slope * h), slope=parameter())
     ),
-    "lerp": Fragment(
-        lambda: MLP(lambda m, x, h: torch.lerp(h, F.relu(h), m.gate(x).sigmoid()), gate=linear(1))
-    ),
-    "addcmul": Fragment(lambda: MLP(lambda m, x, h: torch.addcmul(h, h, m.gate(x)), gate=linear(1))),
-    "einsum": Fragment(
-        lambda: MLP(lambda m, x, h: torch.einsum("bsh,bs->bsh", h, m.gate(x)[..., 0]), gate=linear(1))
-    ),
     "mean over positions": Fragment(lambda: MLP(lambda m, x, h: h * x.mean((1, 2), keepdim=True))),
-    "embedding of positions": Fragment(
-        lambda: MLP(lambda m, x, h: h * m.position(torch.arange(h.shape[1])), position=nn.Embedding(8, 1))
-    ),
-    "shift of hidden": Fragment(lambda: MLP(lambda m, x, h: F.relu(h) + F.pad(h, (0, 0, 1, 0))[:, :-1])),
-    "norm of input in between": Fragment(
-        lambda: Whole(
-            lambda m, x: m.down(F.relu(m.up(m.norm(x))) * m.gate(m.norm(x)).sigmoid()),
-            **layers(norm=nn.LayerNorm(WIDTH), gate=linear(1)),
-        )
-    ),
     "filled": Fragment(lambda: MLP(filled, gate=linear(1))),
-    "stack": Fragment(lambda: MLP(lambda m, x, h: torch.stack([h, h * m.gate(x)]).sum(0), gate=linear(1))),
-    "dropout of nothing": Fragment(
-        lambda: MLP(lambda m, x, h: m.drop(F.relu(h)) * m.gate(x), drop=nn.Dropout(0.0), gate=linear(1))
-    ),
-    "gate in training": Fragment(
-        lambda: MLP(lambda m, x, h: h * m.gate(x) if m.training else h, gate=linear(1))
-    ),
     "softmax in training": Fragment(
         lambda: MLP(lambda m, x, h: h.softmax(-1) if m.training else h), refused=OTHER
     ),
     "module with another order of arguments": Fragment(
         lambda: MLP(lambda m, x, h: m.inner(x=x, h=h), inner=Gate())
     ),
-    "soft cap": Fragment(lambda: MLP(lambda m, x, h: m.cap * torch.tanh(h / m.cap), cap=parameter())),
     "operation without a rule": Fragment(
         lambda: MLP(lambda m, x, h: torch.vmap(torch.mul)(h, m.gate(x)), gate=linear(1)), refused=OTHER
     ),
-    "several in one": Fragment(
-        lambda: MLP(lambda m, x, h: torch.cat([t * m.gate(x) for t in h.split(8, -1)], -1), gate=linear(1))
-    ),
     # hidden features that go to several layers
     "two rows": Fragment(lambda: Whole(two_rows, **layers(other=nn.Linear(HIDDEN, WIDTH))), 3),
-    "two rows, one of them narrow": Fragment(
-        lambda: Whole(two_rows, **layers(other=nn.Linear(HIDDEN, 1))), 3
-    ),
     "a row's result on hidden features": Fragment(
         lambda: Whole(row_after_row, **layers(score=nn.Linear(HIDDEN, 1))), 3
     ),
     # what must stay whole
-    "three layers of different widths": Fragment(
-        lambda: Whole(
-            lambda m, x: m.out(m.down(m.up(x).relu()).relu()),
-            **layers(down=nn.Linear(HIDDEN, 10), out=nn.Linear(10, WIDTH)),
-        )
-    ),
     "two heads": Fragment(
         lambda: Whole(
             of_two_heads,
@@ -327,12 +277,6 @@ FRAGMENTS: dict[str, Fragment] = {
     "topk of hidden": Fragment(
         lambda: MLP(lambda m, x, h: h * (h >= h.topk(4, dim=-1)[0][..., -1:])), refused=OTHER
     ),
-    "detached maximum": Fragment(
-        lambda: MLP(lambda m, x, h: h / h.detach().abs().amax(-1, keepdim=True)), refused=OTHER
-    ),
-    "halves exchanged": Fragment(
-        lambda: MLP(lambda m, x, h: torch.cat(h.chunk(2, -1)[::-1], -1) + h), refused=OTHER
-    ),
     # attention
     "attention": Fragment(Attention, 4),
     "attention, its layers in a list": Fragment(
@@ -343,20 +287,6 @@ FRAGMENTS: dict[str, Fragment] = {
         4,
     ),
     "temperature": Fragment(lambda: Attention(query=scaled, scale=parameter()), 4),
-    "temperature of one": Fragment(lambda: Attention(query=scaled, scale=parameter(1)), 4),
-    "temperature of scores": Fragment(lambda: Attention(scores=scaled, scale=parameter()), 4),
-    "temperature of the input": Fragment(
-        lambda: Attention(query=lambda m, x, q: q * m.gate(x).exp()[:, None], gate=linear(1)), 4
-    ),
-    "norms of heads": Fragment(
-        lambda: Attention(
-            query=lambda m, x, q: m.q_norm(q),
-            key=lambda m, x, k: m.k_norm(k),
-            q_norm=nn.LayerNorm(WIDTH // HEADS),
-            k_norm=nn.RMSNorm(WIDTH // HEADS),
-        ),
-        4,
-    ),
     "norms of heads by keyword": Fragment(
         lambda: Attention(query=by_keyword, key=by_keyword, norm=nn.LayerNorm(WIDTH // HEADS)), 4
     ),
@@ -386,40 +316,12 @@ FRAGMENTS: dict[str, Fragment] = {
         ),
         4,
     ),
-    "bias of keys": Fragment(
-        lambda: Attention(
-            scores=lambda m, x, s: s + m.gate(x).transpose(1, 2)[:, None],
-            gate=nn.Linear(WIDTH, 1, bias=False),
-        ),
-        4,
-    ),
-    "rotation by learnt angles": Fragment(
-        lambda: Attention(
-            query=lambda m, x, q: q * m.angle.cos() + q.flip(-1) * m.angle.sin(), angle=parameter(4)
-        ),
-        0,
-    ),
-    "a sink": Fragment(
-        lambda: Attention(
-            scores=lambda m, x, s: torch.cat([s[..., :-1], s[..., -1:] * m.sink], -1), sink=parameter()
-        ),
-        4,
-    ),
     "bias as an argument": Fragment(BiasArgument, 8),
     "bias as an argument of three dimensions": Fragment(lambda: BiasArgument(3), 8, "but with parallel="),
     "scale of each head": Fragment(lambda: Attention(query=scaled, scale=parameter(HEADS, 1, 1)), 0),
-    "temperature of each head": Fragment(
-        lambda: Attention(scores=lambda m, x, s: s / m.bias, bias=parameter(HEADS, 1, 1)), 0
-    ),
     "gate of each head": Fragment(
         lambda: Attention(
             query=lambda m, x, q: q * m.gate(x).transpose(1, 2)[..., None].sigmoid(), gate=linear(HEADS)
-        ),
-        0,
-    ),
-    "talking heads": Fragment(
-        lambda: Attention(
-            scores=lambda m, x, s: torch.einsum("bhij,hg->bgij", s, m.mix), mix=parameter(HEADS, HEADS)
         ),
         0,
     ),
