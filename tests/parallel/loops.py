@@ -294,33 +294,6 @@ def a_head_for_each_rank_from_step_3(run: Run) -> Values:
     return _branches(run, first=3)
 
 
-class ExpertBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
-        return super().forward(x) + self.experts[which](x)
-
-
-class Experts(Net):
-    """Experts inside of a block, chosen in Python."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(ExpertBlock() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x, which)
-        return self.head(x) * self.scale
-
-
-def experts_chosen_in_python(run: Run) -> Values:
-    return _trained(run, make(Experts), adamw, learn=_choosing(lambda rank, step: (step + rank) % 3))
-
-
 class Drops(Net):
     """Whole blocks skipped."""
 
@@ -412,11 +385,6 @@ def gan_with_frozen_critic(run: Run) -> Values:
 # Gradients and weights by hand -----------------------------------------------------------------------
 
 
-def clipped_by_torch(run: Run) -> Values:
-    """torch's function instead of the Accelerator's."""
-    return _trained(run, graded=lambda now: nn.utils.clip_grad_norm_(now.model.parameters(), 0.1))
-
-
 def norm_of_gradients_by_hand(run: Run) -> Values:
     """Clipping written out: what is read of one gradient must be that of the whole one."""
 
@@ -426,28 +394,6 @@ def norm_of_gradients_by_hand(run: Run) -> Values:
             p.grad.mul_(min(1.0, 0.1 / total))
 
     return _trained(run, graded=clip)
-
-
-def gradients_read_for_logging(run: Run) -> Values:
-    seen = []
-
-    def look(now: Training) -> None:
-        for p in now.model.parameters():
-            of_gradient = float(p.grad.abs().max()), p.grad.norm().item(), p.grad.mean().item()
-            seen.append([*of_gradient, p.detach().norm().item()])
-
-    return _trained(run, graded=look) | {"seen": torch.tensor(seen)}
-
-
-def noise_on_gradients(run: Run) -> Values:
-    """All ranks draw the same."""
-
-    def draw(now: Training) -> None:
-        torch.manual_seed(now.step)
-        for p in now.model.parameters():
-            p.grad.add_(torch.randn(p.shape), alpha=0.01)
-
-    return _trained(run, graded=draw)
 
 
 def gradients_masked(run: Run) -> Values:
@@ -557,20 +503,6 @@ def gradients_set_by_hand(run: Run) -> Values:
         parameters = list(now.model.parameters())
         for p, g in zip(parameters, torch.autograd.grad(now.loss(), parameters), strict=True):
             p.grad = g
-
-    return _trained(run, learn=learn)
-
-
-def gradient_surgery(run: Run) -> Values:
-    """PCGrad-like: two gradients, one projected, set by hand after two backward calls."""
-
-    def learn(now: Training) -> None:
-        run.backward(now.loss())
-        first = [p.grad.clone() for p in now.model.parameters()]
-        now.optimizer.zero_grad()
-        run.backward(now.loss(20 + now.step))
-        for p, g in zip(now.model.parameters(), first, strict=True):
-            p.grad = 0.5 * p.grad + 0.5 * g
 
     return _trained(run, learn=learn)
 
@@ -738,13 +670,6 @@ def a_hook_that_clips_in_windows(run: Run) -> Values:
     return _trained(run, model, adamw, steps=6)
 
 
-def a_hook_set_after_prepare(run: Run) -> Values:
-    def hook(now: Training) -> None:
-        now.inner.layers[1].up.weight.register_hook(lambda gradient: gradient * 20)
-
-    return _trained(run, ready=hook)
-
-
 def hooks_that_look(run: Run) -> Values:
     """As loggers set them, on the main process, before and after prepare."""
     model = make(Net)
@@ -781,13 +706,6 @@ def hooks_of_modules(run: Run) -> Values:
         now.inner.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
 
     return _trained(run, model, ready=hook)
-
-
-def weight_norm(run: Run) -> Values:
-    model = make(Net)
-    nn.utils.parametrizations.weight_norm(model.layers[0].up)
-    nn.utils.parametrizations.weight_norm(model.head)
-    return _trained(run, model)
 
 
 # Windows of several micro-batches --------------------------------------------------------------------
@@ -838,17 +756,6 @@ class Clamping(Net):
 
 def weights_clamped_in_forward(run: Run) -> Values:
     return _trained(run, make(Clamping))
-
-
-def weights_normalised_by_a_hook(run: Run) -> Values:
-    """By a new tensor, which takes the place of the old one."""
-
-    def normalise(module: Any, args: Any) -> None:
-        module.up.weight.data = F.normalize(module.up.weight.data, dim=1)
-
-    model = make(Net)
-    model.layers[1].register_forward_pre_hook(normalise)
-    return _trained(run, model)
 
 
 class NormalisingHead(nn.Linear):

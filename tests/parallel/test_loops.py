@@ -34,7 +34,6 @@ NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
 BY_HAND = [
     "weights_clamped_in_forward",
-    "weights_normalised_by_a_hook",
     "prototypes_normalised_in_forward",
     "weights_changed_before_backward",
     "weights_decayed_in_windows",
@@ -52,14 +51,12 @@ OF_DDP = {
     "heads_in_turn": LEFT_OUT,
     "a_head_for_each_rank": LEFT_OUT,
     "a_head_for_each_rank_from_step_3": LEFT_OUT,
-    "experts_chosen_in_python": LEFT_OUT,
     "heads_in_windows": LEFT_OUT,
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
     "gradients_set_by_hand": APART,
     "weights_tied_after_prepare": "of no prepared model",
     "a_hook_that_clips": CHANGED,
     "a_hook_that_clips_in_windows": CHANGED,
-    "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,
     "plain_backward_in_windows": DIVIDE,
 }
@@ -81,7 +78,6 @@ OF_ZERO = {
     "weights_tied_after_prepare": REPLACED,
     "a_hook_that_clips": HOOK,
     "a_hook_that_clips_in_windows": HOOK,
-    "a_hook_set_after_prepare": HOOK,
     "hooks_that_look": HOOK,
     "a_post_accumulate_hook": HOOK,
     "parameters_captured_and_clamped": "The script used a parameter that a model had before",

@@ -14,6 +14,7 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel import zero_problem as problem
 from parallel.live_bytes import LiveBytes
+from parallel.plain import full
 from parallel.small_groups import groups_in_stage_3
 
 FORMS = ("zero=1", "zero=3", "ddp")
@@ -53,10 +54,6 @@ class Scalar(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.value
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -540,24 +539,6 @@ def test_sharded_compiled_blocks_in_bf16_compute_the_same(run_distributed: Calla
     for plain, *others in run_distributed(sharded_modes, 2, True, timeout_s=120):
         for other in others:
             assert_same(other[0], plain[0])
-
-
-def replicated(mode: Activation) -> dict[str, torch.Tensor]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    model = recomputed(net(Normed), mode)
-    seen = train(DistributedDataParallel(model), rank=dist.get_rank())
-    return {name.removeprefix("module."): value for name, value in seen.items()}
-
-
-def replicated_modes() -> list[dict[str, torch.Tensor]]:
-    return [replicated(mode) for mode in (NONE, *MODES)]
-
-
-def test_replicated_models_compute_the_same(run_distributed: Callable[..., Any]) -> None:
-    for plain, *others in run_distributed(replicated_modes, 2):
-        for other in others:
-            assert_same(other, plain)
 
 
 # -- transformers ----------------------------------------------------------------------------------------

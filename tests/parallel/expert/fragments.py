@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import LockstepError
 from lockstep.nn import MixtureOfExperts, load_balance_loss, router_z_loss
@@ -90,31 +88,6 @@ def through_list(m: Model, x: Tensor) -> Tensor:
     return x
 
 
-class Shared(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDTH), layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(self.norm(x))
-
-
-def shared() -> dict[str, nn.Module]:
-    layer = mixture()
-    return {"a": Shared(layer), "b": Shared(layer)}
-
-
-class WithSharedExpert(MixtureOfExperts):
-    """A subclass with a forward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HIDDEN, EXPERTS)
-        self.always = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * 0.5 + self.always(hidden)
-
-
 class SoftRouter(nn.Module):
     """A router of the user's own: another network, gates by sigmoid."""
 
@@ -151,20 +124,12 @@ def twice(m: Model, x: Tensor) -> Tensor:
     return x + layer(x) + layer(x.tanh())
 
 
-def checkpointed(reentrant: bool) -> Forward:
-    return lambda m, x: x + checkpoint(m.parts["moe"], x, use_reentrant=reentrant)
-
-
 def without_padding(m: Model, x: Tensor) -> Tensor:
     """Tokens of which there are other numbers on each rank."""
     valid = x[..., 0] > 0.2
     out = x.clone()
     out[valid] = x[valid] + m.parts["moe"](x[valid])
     return out
-
-
-def masked(m: Model, x: Tensor) -> Tensor:
-    return x + m.parts["moe"](x) * (x[..., :1] > 0.2)
 
 
 FIRST = [True]
@@ -208,49 +173,11 @@ def used_elsewhere() -> dict[str, nn.Module]:
     return {"moe": layer, "side": Side(layer.experts.weight_in)}
 
 
-def of_one_layer(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
-    return squares(model, outputs, rows) + 0.1 * model.parts["a"].balance_loss
-
-
-def load_logged(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
-    load = model.parts["moe"].load
-    assert int(load.tokens_per_expert.sum()) == 2 * ROWS * LENGTH  # of all ranks
-    return squares(model, outputs, rows) * (1 + load.dropped_fraction)
-
-
-def freeze(*words: str) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if any(word in name for word in words):
-                parameter.requires_grad_(False)
-
-    return change
-
-
-def to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        model.to(dtype)
-
-    return change
-
-
-def evaluation(model: nn.Module) -> None:
-    model.eval()
-
-
 def lora_in_experts() -> dict[str, nn.Module]:
     """Low-rank factors of each expert beside its weights, in ``experts`` itself."""
     layer = mixture()
     layer.experts.register_parameter("lora_in", nn.Parameter(torch.randn(2, WIDTH)))
     return {"moe": layer}
-
-
-def copy_evaluated(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
-    """An average of weights, say, beside the model."""
-    average = copy.deepcopy(model).eval()
-    with torch.no_grad():
-        target = average(rows)
-    return (outputs - 0.5 * target).square().mean()
 
 
 def gradient_penalty(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
@@ -260,49 +187,25 @@ def gradient_penalty(model: Any, outputs: Tensor, rows: Tensor) -> Tensor:
     return squares(model, outputs, rows) + 0.01 * gradient.square().mean()
 
 
-def penalty(model: nn.Module, outputs: Tensor, rows: Tensor) -> Tensor:
-    weights = [p for name, p in model.named_parameters() if "router" in name]
-    return squares(model, outputs, rows) + 1e-2 * torch.stack([w.square().sum() for w in weights]).sum()
-
-
-def uses_one_half(m: Model, x: Tensor) -> Tensor:
-    """A layer beside the experts that only some rows go through; on one rank all rows do."""
-    chosen = x[:, 0, 0] > 0
-    out = x + m.parts["moe"](x)
-    return out + m.parts["side"](x) * chosen[:, None, None]
-
-
 CELLS: dict[str, Cell] = {
     "plain": Cell(),
     "two of a dictionary": Cell(two, one_after_the_other, balanced),
-    "shared between blocks": Cell(shared, lambda m, x: m.parts["b"](m.parts["a"](x))),
-    "called twice": Cell(forward=twice),
     "called twice, balanced": Cell(forward=twice, loss=balanced),
     "tied modules": Cell(tied_modules, one_after_the_other, balanced),
     "tied weights": Cell(tied_weights, one_after_the_other),
-    "subclass": Cell(lambda: {"moe": WithSharedExpert()}),
     "own router": Cell(own_router, loss=balanced),
     "lora in experts": Cell(
         lora_in_experts, refused="'parts.moe.experts.lora_in' .* must have one row for each"
     ),
-    "balance of one layer": Cell(two, one_after_the_other, of_one_layer),
-    "load": Cell(loss=load_logged),
-    "checkpointed": Cell(forward=checkpointed(False), loss=balanced),
     "activation=full": Cell(in_list, through_list, balanced, words="activation=full"),
     "ignored tokens": Cell(forward=without_padding),
     "capacity 0.5": Cell(lambda: {"moe": mixture(capacity_factor=0.5)}, loss=balanced),
-    "capacity, twice": Cell(lambda: {"moe": mixture(capacity_factor=0.75)}, twice),
     "not divisible": Cell(lambda: {"moe": mixture(num_experts=3)}, refused="3 experts, which do not divide"),
     "no mixture": Cell(lambda: {"moe": nn.Linear(WIDTH, WIDTH)}, refused="no MixtureOfExperts"),
-    "frozen experts": Cell(change=freeze("experts")),
-    "eval": Cell(change=evaluation, loss=balanced),
     "bf16": Cell(settings={"mixed_precision": "bf16"}, tolerance=0.05),
     "gradient penalty": Cell(loss=gradient_penalty),
-    "a copy evaluated": Cell(loss=copy_evaluated),
     "accumulated, clipped": Cell(accumulation=2, clip=0.1, loss=balanced),
-    "adam": Cell(optimizer=lambda p: torch.optim.Adam(p, 1e-3, eps=1e-3)),
     "adafactor": Cell(optimizer=lambda p: torch.optim.Adafactor(p, 1e-2), refused="not known to update each"),
-    "unused on a rank": Cell(lambda: {"moe": mixture(), "side": nn.Linear(WIDTH, WIDTH)}, uses_one_half),
     "batch norm": Cell(
         lambda: {"moe": mixture(), "norm": nn.BatchNorm1d(LENGTH)},
         lambda m, x: x + m.parts["moe"](m.parts["norm"](x)),
@@ -315,7 +218,6 @@ CELLS: dict[str, Cell] = {
     "on one rank": Cell(forward=rarely, refused="Rank 0 of the group calls .* while rank 1 ends its forward"),
     "in another order": Cell(two, in_another_order, refused="'parts.a' while rank 1 calls .* 'parts.b'"),
     "zero=3": Cell(words="zero=3", refused="replicated data parallel training only"),
-    "tp=2": Cell(words="tp=2", refused="replicated data parallel training only"),
 }
 
 

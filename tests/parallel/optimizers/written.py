@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from typing import Any
 
 import numpy as np
 import torch
@@ -122,47 +121,6 @@ class NotElementwise(LARS):
     """Says so wrongly."""
 
     elementwise = True
-
-
-class FactoredAdafactor(Optimizer):
-    """As in transformers: factored moments, ``mean`` over dims, root mean squares as Python numbers."""
-
-    def __init__(self, params, lr=None, decay=-0.8, clip=1.0):
-        super().__init__(params, {"lr": lr, "decay": decay, "clip": clip})
-
-    @staticmethod
-    def _rms(tensor):
-        return tensor.norm(2) / (tensor.numel() ** 0.5)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad, self.state[p]
-                if not state:
-                    state["step"] = 0
-                    if grad.dim() >= 2:
-                        state["row"] = torch.zeros(grad.shape[:-1])
-                        state["col"] = torch.zeros(grad.shape[:-2] + grad.shape[-1:])
-                    else:
-                        state["sq"] = torch.zeros_like(grad)
-                state["step"] += 1
-                rms = max(1e-3, self._rms(p).item())
-                rate = rms * min(1e-2, 1 / math.sqrt(state["step"]))
-                beta = 1.0 - math.pow(state["step"], group["decay"])
-                square = grad**2 + 1e-10
-                if grad.dim() >= 2:
-                    state["row"].mul_(beta).add_(square.mean(dim=-1), alpha=1 - beta)
-                    state["col"].mul_(beta).add_(square.mean(dim=-2), alpha=1 - beta)
-                    r = (state["row"] / state["row"].mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-                    update = r * state["col"].unsqueeze(-2).rsqrt() * grad
-                else:
-                    state["sq"].mul_(beta).add_(square, alpha=1 - beta)
-                    update = state["sq"].rsqrt() * grad
-                update.div_((self._rms(update) / group["clip"]).clamp_(min=1.0))
-                p.data.add_(-rate * update)
 
 
 class Shampoo(Optimizer):
@@ -403,26 +361,6 @@ class KeepsLists(Optimizer):
         torch._foreach_add_(self.all, self.buffers, alpha=-self.param_groups[0]["lr"])
 
 
-class StateInLists(Optimizer):
-    """The buffers of its state in a list too."""
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-        self.buffers: list[Any] = []
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = self.param_groups[0]["params"]
-        if not self.buffers:
-            for p in params:
-                self.state[p]["buffer"] = torch.zeros_like(p)
-                self.buffers.append(self.state[p]["buffer"])
-        torch._foreach_mul_(self.buffers, 0.9)
-        torch._foreach_add_(self.buffers, [p.grad for p in params])
-        for p in params:
-            p.sub_(self.state[p]["buffer"], alpha=self.param_groups[0]["lr"])
-
-
 class OneVector(ByRate):
     """All gradients as one vector, stepped, and put back with ``vector_to_parameters``."""
 
@@ -434,55 +372,6 @@ class OneVector(ByRate):
         top = gradient.abs().topk(len(gradient) // 2).indices
         kept = torch.zeros_like(gradient).scatter(0, top, gradient[top])
         torch.nn.utils.vector_to_parameters(weights - self.param_groups[0]["lr"] * kept, params)
-
-
-class WrittenMuon(Optimizer):
-    """As in KellerJordan/Muon, with the iteration in float32."""
-
-    def __init__(self, params, lr=0.02, momentum=0.95):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(buffer, group["momentum"])
-                if p.ndim == 2:
-                    update = update / (update.norm() + 1e-7)
-                    for _ in range(3):
-                        A = update @ update.T
-                        update = 3.4445 * update + (-4.7750 * A + 2.0315 * A @ A) @ update
-                    update = update * max(1, p.size(0) / p.size(1)) ** 0.5
-                p.add_(update, alpha=-group["lr"])
-
-
-class LineSearch(Optimizer):
-    """Calls its closure at several points, and takes the best: a search over all parameters."""
-
-    def __init__(self, params, lr=1.0):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure):
-        with torch.enable_grad():
-            loss = closure()
-        params = self.param_groups[0]["params"]
-        start, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
-        slope = sum((g * g).sum().item() for g in grads)
-        rate = self.param_groups[0]["lr"]
-        for _ in range(6):
-            with torch.no_grad():
-                for p, s, g in zip(params, start, grads, strict=True):
-                    p.copy_(s - rate * g)
-            with torch.enable_grad():
-                new = closure()
-            if float(new) <= float(loss) - 0.5 * rate * slope:
-                break
-            rate /= 2
-        return loss
 
 
 class OwnGradient(ByRate):

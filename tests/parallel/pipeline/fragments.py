@@ -103,12 +103,6 @@ class Fragment:
     steps: int = 2
 
 
-def per_row(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    each = F.cross_entropy(model.head(x).transpose(1, 2), labels, reduction="none")
-    mask = labels != -100
-    return ((each * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
 def contrastive(model: Any, x: Tensor, labels: Tensor, **_: Any) -> Tensor:
     z = F.normalize(x.mean(1), dim=-1)
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(z.shape[0]))

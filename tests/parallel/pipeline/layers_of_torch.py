@@ -1,4 +1,4 @@
-"""Models made of torch's own Transformer layers, and of hand-written vision blocks."""
+"""Models made of torch's own Transformer layers."""
 
 from __future__ import annotations
 
@@ -84,44 +84,6 @@ class Both(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-class Tokens(nn.Module):
-    """As a ViT: parameters of the model itself come before and after the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, D, 4, 4)
-        self.class_token = nn.Parameter(torch.ones(1, 1, D))
-        self.scale = nn.Parameter(torch.ones(5))
-        self.encoder = nn.TransformerEncoder(layer(nn.TransformerEncoderLayer, True), 4)  # type: ignore[arg-type]
-        self.head = nn.Linear(D, 5)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        x = self.patch(images).flatten(2).mT
-        x = self.encoder(torch.cat([self.class_token.expand(len(x), -1, -1), x], 1))
-        return F.cross_entropy(self.head(x[:, 0]) * self.scale, labels)
-
-
-class Residual(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(D, D, 3, padding=1), norm()
-        self.conv2, self.norm2 = nn.Conv2d(D, D, 3, padding=1), norm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
-
-
-class ConvNet(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, D, 2, 2)
-        self.layers = nn.Sequential(*(Residual(norm) for _ in range(4)))
-        self.head = nn.Linear(D, 5)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.layers(self.stem(images)).mean((2, 3))), labels)
-
-
 @dataclass
 class Case:
     """``says``: words of the refusal, () where it is equal."""
@@ -159,13 +121,6 @@ def with_memory(time_first: bool = False, mask: bool = False) -> Any:
     return {**text(time_first, mask), "memory": torch.randn(shape, generator=_g())}
 
 
-def images(size: int = 8) -> Any:
-    return {
-        "images": torch.randn(B, 3, size, size, generator=_g()),
-        "labels": torch.randint(5, (B,), generator=_g()),
-    }
-
-
 TIME_FIRST = "pp=2 micro_batches=4 batch_dims=ids=1,labels=1"
 CASES: dict[str, Case] = {
     "encoder": Case(Encoder, text),
@@ -181,9 +136,5 @@ CASES: dict[str, Case] = {
     ),
     "encoder, time first, not said": Case(
         lambda: Encoder(True), lambda: text(True, time=4), says=("does not compute", "batch_dims=NAME=1")
-    ),
-    "vit": Case(Tokens, images),
-    "resnet with batch norm": Case(
-        lambda: ConvNet(lambda: nn.BatchNorm2d(D)), images, says=("'layers.0.norm1'", "batch normalisation")
     ),
 }
