@@ -35,7 +35,7 @@ def test_a_feature_that_works_less_well_is_found() -> None:
 def test_no_verdict_is_wrong_and_the_table_covers_what_it_did() -> None:
     count = Counter(map(word, read("verdicts").values()))
     assert count.keys() == {"same", "refused"}
-    assert sum(count.values()) >= 4200
+    assert sum(count.values()) >= 4000
 
 
 def test_ranks_that_disagree_are_wrong_and_a_refusal_is_its_first_sentence() -> None:

@@ -7,9 +7,9 @@ own rank. It returns what training has changed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,14 +56,6 @@ class Plain:
             optimizer.step()
             optimizer.zero_grad()
 
-    def clip(self, model: nn.Module, norm: float) -> None:
-        if self.steps_now:
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-    def clip_value(self, model: nn.Module, value: float) -> None:
-        if self.steps_now:
-            nn.utils.clip_grad_value_(model.parameters(), value)
-
     def unwrap(self, model: nn.Module) -> Any:
         return model
 
@@ -95,12 +87,6 @@ class Prepared(Plain):
     def step(self, optimizer: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
-
-    def clip(self, model: nn.Module, norm: float) -> None:
-        self.accelerator.clip_grad_norm_(model.parameters(), norm)
-
-    def clip_value(self, model: nn.Module, value: float) -> None:
-        self.accelerator.clip_grad_value_(model.parameters(), value)
 
     def unwrap(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model)
@@ -199,108 +185,105 @@ def mse(model: Any, *args: Any) -> Losses:
     return lambda rank, x, y: F.mse_loss(model(x, *args), y)
 
 
+@dataclass
+class Training:
+    """What a loop has at hand in a step. ``inner``: what ``unwrap_model`` gives."""
+
+    run: Run
+    model: Any
+    inner: Any
+    optimizer: Any
+    step: int = 0
+
+    def loss(self, step: int | None = None, *args: Any) -> torch.Tensor:
+        return self.run.mean(mse(self.model, *args), self.step if step is None else step)
+
+
+Change = Callable[[Training], Any]
+
+
+def _nothing(now: Training) -> None:
+    pass
+
+
+def _one_loss(now: Training) -> None:
+    now.run.backward(now.loss())
+
+
+def _trained(
+    run: Run,
+    model: Any = None,
+    by: Callable[[Any], torch.optim.Optimizer] = sgd,
+    steps: int = 3,
+    ready: Change = _nothing,
+    learn: Change = _one_loss,
+    graded: Change = _nothing,
+    stepped: Change = _nothing,
+) -> Values:
+    """The loop that most scripts have, with what else it does when prepared, before a step and after it."""
+    model = make(Net) if model is None else model
+    model, optimizer = run.prepare(model, by(model))
+    now = Training(run, model, run.unwrap(model), optimizer)
+    ready(now)
+    for now.step in range(steps):
+        with run.accumulate(model) if run.accumulation_steps > 1 else contextlib.nullcontext():
+            learn(now)
+            graded(now)
+            run.step(optimizer)
+        stepped(now)
+    return values(run, model=model)
+
+
+def _of_ranks(loss: Callable[[Training, int, torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    """One backward of the mean over the ranks."""
+    return lambda now: now.run.backward(now.run.mean(partial(loss, now), now.step))
+
+
+def _choosing(choice: Callable[[int, int], Any]) -> Change:
+    """The model is told what this rank chooses in this step."""
+    return _of_ranks(lambda now, rank, x, y: F.mse_loss(now.model(x, choice(rank, now.step)), y))
+
+
 # Several losses --------------------------------------------------------------------------------------
 
 
 def two_losses_of_one_output(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        parts = [(model(rows(step, rank)[0]), rows(step, rank)[1]) for rank in run.ranks]
-        first = torch.stack([F.mse_loss(out, y) for out, y in parts]).mean()
-        second = torch.stack([F.l1_loss(out, y) for out, y in parts]).mean()
-        run.backward(first, retain_graph=True)
-        run.backward(second)
-        run.step(optimizer)
-    return values(run, model=model)
+    def learn(now: Training) -> None:
+        parts = [(now.model(rows(now.step, rank)[0]), rows(now.step, rank)[1]) for rank in run.ranks]
+        run.backward(torch.stack([F.mse_loss(out, y) for out, y in parts]).mean(), retain_graph=True)
+        run.backward(torch.stack([F.l1_loss(out, y) for out, y in parts]).mean())
 
-
-def two_forwards_and_two_backwards(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.backward(run.mean(mse(model), 10 + step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, by=adamw, learn=learn)
 
 
 def two_forwards_then_two_backwards(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        first = run.mean(mse(model), step)
-        second = run.mean(mse(model), 10 + step)
+    def learn(now: Training) -> None:
+        first, second = now.loss(), now.loss(10 + now.step)
         run.backward(first)
         run.backward(second)
-        run.step(optimizer)
-    return values(run, model=model)
 
-
-def a_backward_for_each_head(run: Run) -> Values:
-    model = make(Heads)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        parts = [(model(rows(step, rank)[0]), rows(step, rank)[1]) for rank in run.ranks]
-        run.backward(torch.stack([F.mse_loss(out[0], y) for out, y in parts]).mean(), retain_graph=True)
-        run.backward(torch.stack([F.l1_loss(out[1], y) for out, y in parts]).mean())
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, by=adamw, learn=learn)
 
 
 def heads_in_turn(run: Run) -> Values:
     """All ranks use one head in a step, the other in the next; AdamW must not decay the one at rest."""
-    model = make(Heads)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(6):
-        run.backward(run.mean(mse(model, "head" if step % 3 else "other"), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def sum_of_two_models(run: Run) -> Values:
-    first, second = make(Net), make(Net, 2, seed=1)
-    optimizer = adamw([*first.parameters(), *second.parameters()])
-    first, second, optimizer = run.prepare(first, second, optimizer)
-    for step in range(4):
-        run.backward(run.mean(lambda _, x, y: F.mse_loss(first(x) + second(x), y), step))
-        run.step(optimizer)
-    return values(run, first=first, second=second)
-
-
-def regularised_by_hand(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        loss = run.mean(mse(model), step)
-        penalty = sum(p.pow(2).sum() for p in model.parameters())
-        run.backward(loss + 1e-3 * penalty)
-        run.step(optimizer)
-    return values(run, model=model)
+    choose = _choosing(lambda rank, step: "head" if step % 3 else "other")
+    return _trained(run, make(Heads), adamw, steps=4, learn=choose)
 
 
 # Branches --------------------------------------------------------------------------------------------
 
 
-def _branches(run: Run, first: int, steps: int = 5) -> Values:
+def _branches(run: Run, first: int) -> Values:
     """From step ``first`` on rank 0 uses one head and rank 1 the other; before, all use both."""
-    model = make(Heads)
-    model, optimizer = run.prepare(model, adamw(model))
 
-    def loss(step: int) -> Losses:
-        def of(rank: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            if step >= first:
-                return F.mse_loss(model(x, "head" if rank == 0 else "other"), y)
-            head, other = model(x)
-            return F.mse_loss(head + other, y)
+    def loss(now: Training, rank: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if now.step >= first:
+            return F.mse_loss(now.model(x, "head" if rank == 0 else "other"), y)
+        head, other = now.model(x)
+        return F.mse_loss(head + other, y)
 
-        return of
-
-    for step in range(steps):
-        with run.accumulate(model):
-            run.backward(run.mean(loss(step), step))
-            run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, make(Heads), adamw, steps=first + 2, learn=_of_ranks(loss))
 
 
 def a_head_for_each_rank(run: Run) -> Values:
@@ -309,61 +292,6 @@ def a_head_for_each_rank(run: Run) -> Values:
 
 def a_head_for_each_rank_from_step_3(run: Run) -> Values:
     return _branches(run, first=3)
-
-
-def a_head_of_one_rank_alone(run: Run) -> Values:
-    model = make(Heads)
-    model, optimizer = run.prepare(model, sgd(model))
-
-    def loss(rank: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
-            return F.mse_loss(model(x, "head"), y)
-        head, other = model(x)
-        return F.mse_loss(head + other, y)
-
-    for step in range(4):
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-class ExpertBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
-        return super().forward(x) + self.experts[which](x)
-
-
-class Experts(Net):
-    """Experts inside of a block, chosen in Python."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(ExpertBlock() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x, which)
-        return self.head(x) * self.scale
-
-
-def experts_chosen_in_python(run: Run) -> Values:
-    model = make(Experts)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(5):
-        loss = partial(_choosing, model, lambda rank, step: (step + rank) % 3, step)
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def _choosing(
-    model: Any, choice: Callable[[int, int], int], step: int, rank: int, x: torch.Tensor, y: torch.Tensor
-) -> torch.Tensor:
-    return F.mse_loss(model(x, choice(rank, step)), y)
 
 
 class Drops(Net):
@@ -377,33 +305,8 @@ class Drops(Net):
         return self.head(x) * self.scale
 
 
-def blocks_skipped_on_all_ranks(run: Run) -> Values:
-    model = make(Drops)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(5):
-        run.backward(run.mean(mse(model, step % 4), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
 def blocks_skipped_on_one_rank(run: Run) -> Values:
-    model = make(Drops)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(5):
-        loss = partial(_choosing, model, lambda rank, step: step % 3 if rank else -1, step)
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def blocks_skipped_on_one_rank_from_step_3(run: Run) -> Values:
-    model = make(Drops)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(5):
-        loss = partial(_choosing, model, lambda rank, step: 1 if rank and step > 2 else -1, step)
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, make(Drops), adamw, learn=_choosing(lambda rank, step: step % 3 if rank else -1))
 
 
 # Frozen parts ----------------------------------------------------------------------------------------
@@ -413,143 +316,53 @@ def unfrozen_later(run: Run) -> Values:
     model = make(Net)
     model.head.requires_grad_(False)
     model.layers[0].requires_grad_(False)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(6):
-        if step == 2:
-            run.unwrap(model).head.requires_grad_(True)
-        if step == 4:
-            run.unwrap(model).layers[0].requires_grad_(True)
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
 
+    def thaw(now: Training) -> None:
+        (now.inner.head, now.inner.layers[0])[now.step % 2].requires_grad_(True)
 
-def frozen_later(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(6):
-        if step == 2:
-            run.unwrap(model).head.requires_grad_(False)
-        if step == 4:
-            run.unwrap(model).layers[1].requires_grad_(False)
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model, adamw, steps=4, stepped=thaw)
 
 
 def parts_frozen_in_turn(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(6):
-        plain = run.unwrap(model)
-        plain.layers.requires_grad_(step % 2 == 0)
-        plain.head.requires_grad_(step % 2 == 1)
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    def freeze(now: Training) -> None:
+        now.inner.layers.requires_grad_(now.step % 2 == 0)
+        now.inner.head.requires_grad_(now.step % 2 == 1)
+
+    return _trained(run, by=adamw, steps=5, ready=freeze, stepped=freeze)
 
 
 def gradual_unfreezing_with_groups(run: Run) -> Values:
     """Groups are added to the optimizer as blocks thaw."""
-    model = make(Net)
-    model.layers.requires_grad_(False)
-    model.embed.requires_grad_(False)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = run.prepare(model, optimizer)
-    for step in range(6):
-        if step in (2, 3, 4):
-            layer = run.unwrap(model).layers[4 - step]
-            layer.requires_grad_(True)
-            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def all_frozen_and_thawed(run: Run) -> Values:
-    """Nothing is trained at prepare but the head; everything later."""
-    model = make(Net)
-    model.requires_grad_(False)
+    model = make(Net).requires_grad_(False)
     model.head.requires_grad_(True)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        if step == 1:
-            run.unwrap(model).requires_grad_(True)
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            run.step(optimizer)
-    return values(run, model=model)
+
+    def thaw(now: Training) -> None:
+        layer = now.inner.layers[2 - now.step]
+        layer.requires_grad_(True)
+        now.optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
+
+    return _trained(run, model, lambda model: adamw(model.head), stepped=thaw)
 
 
 def nothing_trained_at_prepare(run: Run) -> Values:
-    model = make(Net)
-    model.requires_grad_(False)
-    model, optimizer = run.prepare(model, adamw(model))
-    run.unwrap(model).requires_grad_(True)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    frozen = make(Net).requires_grad_(False)
+    return _trained(run, frozen, adamw, ready=lambda now: now.inner.requires_grad_(True))
 
 
 def a_head_replaced_after_prepare(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        if step == 2:
-            run.unwrap(model).head = make(nn.Linear, WIDTH, WIDTH, seed=5)
-            optimizer.add_param_group({"params": list(run.unwrap(model).head.parameters())})
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    def replace(now: Training) -> None:
+        if now.step == 1:
+            now.inner.head = make(nn.Linear, WIDTH, WIDTH, seed=5)
+            now.optimizer.add_param_group({"params": list(now.inner.head.parameters())})
 
-
-class Adapted(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        return out if not hasattr(self, "adapter") else out + self.adapter(x)
-
-
-def a_module_added_after_prepare(run: Run) -> Values:
-    model = make(Adapted)
-    model, optimizer = run.prepare(model, sgd(model))
-    run.unwrap(model).adapter = make(nn.Linear, WIDTH, WIDTH, seed=5)
-    optimizer.add_param_group({"params": list(run.unwrap(model).adapter.parameters())})
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, stepped=replace)
 
 
 def weights_tied_after_prepare(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    plain = run.unwrap(model)
-    plain.head.weight = plain.embed.weight
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, ready=lambda now: setattr(now.inner.head, "weight", now.inner.embed.weight))
 
 
 # Several models --------------------------------------------------------------------------------------
-
-
-def gan(run: Run) -> Values:
-    generator, critic = make(Net), make(Net, 2, seed=1)
-    optimizers = adamw(generator), adamw(critic)
-    generator, critic, of_generator, of_critic = run.prepare(generator, critic, *optimizers)
-
-    def fake_loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return critic(generator(x).detach()).mean() - critic(y).mean() + critic(y).pow(2).mean()
-
-    for step in range(4):
-        run.backward(run.mean(fake_loss, step))
-        run.step(of_critic)
-        run.backward(run.mean(lambda _, x, y: -critic(generator(x)).mean(), step))
-        run.step(of_generator)
-        of_critic.zero_grad()
-    return values(run, generator=generator, critic=critic)
 
 
 def gan_with_frozen_critic(run: Run) -> Values:
@@ -557,7 +370,7 @@ def gan_with_frozen_critic(run: Run) -> Values:
     generator, critic = make(Net), make(Net, 2, seed=1)
     optimizers = adamw(generator), adamw(critic)
     generator, critic, of_generator, of_critic = run.prepare(generator, critic, *optimizers)
-    for step in range(4):
+    for step in range(3):
         critic.requires_grad_(True)
         run.backward(
             run.mean(lambda _, x, y: critic(generator(x).detach()).mean() + critic(y).pow(2).mean(), step)
@@ -569,307 +382,92 @@ def gan_with_frozen_critic(run: Run) -> Values:
     return values(run, generator=generator, critic=critic)
 
 
-def two_optimizers_on_one_model(run: Run) -> Values:
-    model = make(Net)
-    first, second = adamw(model.layers), sgd([*model.embed.parameters(), *model.head.parameters()])
-    model, first, second = run.prepare(model, first, second)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(first)
-        if step % 2:
-            run.step(second)
-    return values(run, model=model)
-
-
-def a_frozen_teacher(run: Run) -> Values:
-    model, teacher = make(Net), make(Net, 2, seed=1).requires_grad_(False).eval()
-    model, optimizer, teacher = run.prepare(model, adamw(model), teacher)
-    for step in range(4):
-
-        def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                wanted = teacher(x)
-            return F.mse_loss(model(x), wanted)
-
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def an_unprepared_teacher(run: Run) -> Values:
-    model, teacher = make(Net), make(Net, 2, seed=1).requires_grad_(False).eval()
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        run.backward(run.mean(lambda _, x, y: F.mse_loss(model(x), teacher(x)), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-# Skipped steps and odd orders ------------------------------------------------------------------------
-
-
-def steps_skipped_on_all_ranks(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(5):
-        loss = run.mean(mse(model), step)
-        if step == 2:
-            continue
-        run.backward(loss)
-        if step == 3:
-            optimizer.zero_grad()
-            continue
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def zero_grad_before_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        loss = run.mean(mse(model), step)
-        optimizer.zero_grad()
-        run.backward(loss)
-        optimizer.step()
-    return values(run, model=model)
-
-
-def zero_grad_to_zeros(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return values(run, model=model)
-
-
-def zero_grad_of_the_model(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        model.zero_grad()
-        run.backward(run.mean(mse(model), step))
-        optimizer.step()
-    return values(run, model=model)
-
-
-def gradients_of_two_steps_add_up(run: Run) -> Values:
-    """zero_grad at every second step only: no accumulate."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return values(run, model=model)
-
-
-def clipped_by_value(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.clip_value(model, 0.01)
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def clipped_by_norm(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.clip(model, 0.1)
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def clipped_by_torch(run: Run) -> Values:
-    """torch's function instead of the Accelerator's."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def evaluated_inside(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        with torch.no_grad():
-            run.mean(mse(model), 50 + step)
-        run.step(optimizer)
-        model.eval()
-        run.mean(mse(model), 60 + step)  # with a graph that no backward follows
-        model.train()
-    return values(run, model=model)
-
-
 # Gradients and weights by hand -----------------------------------------------------------------------
 
 
 def norm_of_gradients_by_hand(run: Run) -> Values:
     """Clipping written out: what is read of one gradient must be that of the whole one."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        total = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5
-        for p in model.parameters():
+
+    def clip(now: Training) -> None:
+        total = sum(p.grad.norm().item() ** 2 for p in now.model.parameters()) ** 0.5
+        for p in now.model.parameters():
             p.grad.mul_(min(1.0, 0.1 / total))
-        run.step(optimizer)
-    return values(run, model=model)
 
-
-def gradients_read_for_logging(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    seen = []
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        seen.append([float(p.grad.abs().max()) for p in model.parameters()])
-        seen.append([p.grad.norm().item() for p in model.parameters()])
-        seen.append([p.grad.mean().item() for p in model.parameters()])
-        seen.append([p.detach().norm().item() for p in model.parameters()])
-        run.step(optimizer)
-    return values(run, model=model) | {"seen": torch.tensor(seen)}
-
-
-def lr_from_a_gradient(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        weight = run.unwrap(model).head.weight
-        if weight.grad.norm() > 1e-3:
-            optimizer.param_groups[0]["lr"] = 0.01 / (1 + weight.grad.norm().item())
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def gradient_scaled_by_hand(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        for p in model.parameters():
-            p.grad.mul_(0.5).add_(p.detach(), alpha=0.01)
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def noise_on_gradients(run: Run) -> Values:
-    """All ranks draw the same."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        torch.manual_seed(step)
-        for p in model.parameters():
-            p.grad.add_(torch.randn(p.shape), alpha=0.01)
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, graded=clip)
 
 
 def gradients_masked(run: Run) -> Values:
     """By masks of the whole shape, and of one that is broadcast."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        for p in model.parameters():
+
+    def mask(now: Training) -> None:
+        for p in now.model.parameters():
             p.grad.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).float())
             if p.ndim > 1:
                 p.grad.masked_fill_(torch.arange(p.shape[1]) == 1, 0.01)
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, graded=mask)
 
 
 def a_penalty_towards_copies(run: Run) -> Values:
     """Elastic weight consolidation: the copies are whole tensors, or shards."""
-    model = make(Net)
-    before = [p.detach().clone() for p in model.parameters()]
-    model, optimizer = run.prepare(model, sgd(model))
-    after = [p.detach().clone() for p in model.parameters()]
-    for step in range(4):
-        loss = run.mean(mse(model), step)
-        for copies in (before, after):
-            pairs = zip(model.parameters(), copies, strict=True)
+    model, copies = make(Net), []
+
+    def keep(parameters: Any) -> None:
+        copies.append([p.detach().clone() for p in parameters])
+
+    def learn(now: Training) -> None:
+        loss = now.loss()
+        for kept in copies:
+            pairs = zip(now.model.parameters(), kept, strict=True)
             loss = loss + 0.1 * sum((p - copy).square().sum() for p, copy in pairs)
         run.backward(loss)
-        run.step(optimizer)
-    return values(run, model=model)
+
+    keep(model.parameters())
+    return _trained(run, model, ready=lambda now: keep(now.model.parameters()), learn=learn)
 
 
 def noise_like_gradients(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    torch.manual_seed(7)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        for p in model.parameters():
+    def draw(now: Training) -> None:
+        for p in now.model.parameters():
             p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
             p.grad.mul_(torch.rand_like(p) < 0.7)
             p.grad.add_(torch.empty_like(p.grad).uniform_(-0.01, 0.01))
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, ready=lambda now: torch.manual_seed(7), graded=draw)
 
 
 def layers_drawn_anew(run: Run) -> Values:
     """After prepare, by what torch offers for it."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    torch.manual_seed(7)
-    for step in range(5):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        inner = run.unwrap(model)
-        if step == 1:
-            inner.head.reset_parameters()
-        elif step == 2:
-            torch.nn.init.trunc_normal_(inner.layers[0].up.weight, std=0.1)
-            torch.nn.init.kaiming_normal_(inner.layers[1].up.weight)
-        elif step == 3:
+
+    def draw(now: Training) -> None:
+        if now.step == 0:
+            now.inner.head.reset_parameters()
+        elif now.step == 1:
+            torch.nn.init.trunc_normal_(now.inner.layers[0].up.weight, std=0.1)
+            torch.nn.init.kaiming_normal_(now.inner.layers[1].up.weight)
+        else:
             with torch.no_grad():
-                for p in inner.layers[2].parameters():
+                for p in now.inner.layers[2].parameters():
                     p.mul_(torch.bernoulli(torch.full_like(p, 0.5)))
                     p.add_(torch.empty_like(p).exponential_(), alpha=0.01)
-    return values(run, model=model)
+
+    return _trained(run, steps=4, ready=lambda now: torch.manual_seed(7), stepped=draw)
 
 
 def regularised_outside(run: Run) -> Values:
     """Terms of weights that are taken before the forward, beside the loss and as a factor of it."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        penalty = sum(p.abs().sum() for name, p in model.named_parameters() if "bias" not in name)
-        norm = sum(p.square().sum() for p in model.parameters()).sqrt()
-        run.backward(run.mean(mse(model), step) * (1 + 1e-3 * norm) + 1e-4 * penalty)
-        run.step(optimizer)
-    return values(run, model=model)
 
+    def learn(now: Training) -> None:
+        penalty = sum(p.abs().sum() for name, p in now.model.named_parameters() if "bias" not in name)
+        norm = sum(p.square().sum() for p in now.model.parameters()).sqrt()
+        run.backward(now.loss() * (1 + 1e-3 * norm) + 1e-4 * penalty)
 
-def weights_clamped(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        for p in model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-    return values(run, model=model)
+    return _trained(run, learn=learn)
 
 
 def weights_updated_by_hand(run: Run) -> Values:
-    model = make(Net)
-    model = run.prepare(model)
-    for step in range(4):
+    model = run.prepare(make(Net))
+    for step in range(3):
         run.backward(run.mean(mse(model), step))
         with torch.no_grad():
             for p in model.parameters():
@@ -878,338 +476,180 @@ def weights_updated_by_hand(run: Run) -> Values:
     return values(run, model=model)
 
 
-def decay_by_hand(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.99)
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def a_layer_reinitialised(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        if step == 2:
-            torch.manual_seed(3)
-            nn.init.zeros_(run.unwrap(model).head.bias)
-            nn.init.constant_(run.unwrap(model).head.weight, 0.1)
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def average_of_weights(run: Run) -> Values:
-    """EMA in tensors of the loop's own."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    average = {name: p.detach().clone() for name, p in run.unwrap(model).named_parameters()}
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        with torch.no_grad():
-            for name, p in run.unwrap(model).named_parameters():
-                average[name].lerp_(p, 0.1)
-    with torch.no_grad():
-        for name, p in run.unwrap(model).named_parameters():
-            p.copy_(average[name])
-    return values(run, model=model)
-
-
-def average_in_a_deepcopy(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    average = copy.deepcopy(run.unwrap(model)).requires_grad_(False)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), run.unwrap(model).parameters(), strict=True):
-                mean.lerp_(p, 0.1)
-    out = torch.cat([average(rows(70, rank)[0]) for rank in range(RANKS)])
-    return values(run, model=model) | {"out": out}
-
-
-def average_in_a_copy_from_before(run: Run) -> Values:
-    model = make(Net)
-    average = copy.deepcopy(model).requires_grad_(False)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), run.unwrap(model).parameters(), strict=True):
-                mean.lerp_(p, 0.1)
-    return values(run, model=model, average=average)
-
-
-def torch_averaged_model(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    average = torch.optim.swa_utils.AveragedModel(run.unwrap(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        average.update_parameters(run.unwrap(model))
-    return values(run, model=model, average=average.module)
-
-
 def parameters_captured_before_prepare(run: Run) -> Values:
     """The list is from before: an optimizer of it is passed to prepare, and the loop clips by it."""
     model = make(Net)
     captured = list(model.parameters())
-    model, optimizer = run.prepare(model, sgd(captured))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
+
+    def clip(now: Training) -> None:
         if run.is_plain:
             nn.utils.clip_grad_norm_(captured, 0.1)
         else:
             run.accelerator.clip_grad_norm_(captured, 0.1)
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, model, lambda _: sgd(captured), graded=clip)
 
 
 def parameters_captured_and_clamped(run: Run) -> Values:
     model = make(Net)
     captured = list(model.parameters())
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-        for p in captured:
-            p.data.clamp_(-0.2, 0.2)
-    return values(run, model=model)
-
-
-def state_dict_reloaded(run: Run) -> Values:
-    """A finder of learning rates: train, then go back to what was."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    plain = run.unwrap(model)
-    before = {name: value.detach().clone() for name, value in plain.state_dict().items()}
-    state = copy.deepcopy(optimizer.state_dict())
-    for step in range(2):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    plain.load_state_dict(before)
-    optimizer.load_state_dict(state)
-    for step in range(2):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def whole_state_dict_loaded(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        if step == 2:
-            run.unwrap(model).load_state_dict(make(Net, seed=4).state_dict())
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model, stepped=lambda now: [p.data.clamp_(-0.2, 0.2) for p in captured])
 
 
 def gradients_set_by_hand(run: Run) -> Values:
     """torch.autograd.grad, and its result as the gradient."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        parameters = list(model.parameters())
-        loss = run.mean(mse(model), step)
-        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+
+    def learn(now: Training) -> None:
+        parameters = list(now.model.parameters())
+        for p, g in zip(parameters, torch.autograd.grad(now.loss(), parameters), strict=True):
             p.grad = g
-        run.step(optimizer)
-    return values(run, model=model)
 
-
-def gradient_surgery(run: Run) -> Values:
-    """PCGrad-like: two gradients, one projected, set by hand after two backward calls."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        first = [p.grad.clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        run.backward(run.mean(mse(model), 20 + step))
-        for p, g in zip(model.parameters(), first, strict=True):
-            p.grad = 0.5 * p.grad + 0.5 * g
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, learn=learn)
 
 
 def gradient_penalty(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-
-    def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(now: Training, _: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_(True)
-        out = model(x)
+        out = now.model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.mse_loss(out, y) + 0.1 * slope.pow(2).mean()
 
-    for step in range(4):
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, learn=_of_ranks(loss))
 
 
-def plain_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.mean(mse(model), step).backward()
-        run.step(optimizer)
-    return values(run, model=model)
+def a_critic_with_a_penalty(run: Run) -> Values:
+    """WGAN-GP: the gradient of the critic by its inputs is a part of its loss, outside of the model."""
+
+    def loss(now: Training, _: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mixed = (0.3 * y + 0.7 * x).requires_grad_(True)
+        (slope,) = torch.autograd.grad(now.model(mixed).sum(), mixed, create_graph=True)
+        outputs = now.model(x).mean() - now.model(y).mean()
+        return 0.1 * (outputs + 10 * (slope.norm(dim=1) - 1).pow(2).mean())
+
+    return _trained(run, learn=_of_ranks(loss))
 
 
 def plain_and_prepared_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.mean(mse(model), 20 + step).backward()
-        run.step(optimizer)
-    return values(run, model=model)
+    def learn(now: Training) -> None:
+        run.backward(now.loss())
+        now.loss(20 + now.step).backward()
+
+    return _trained(run, learn=learn)
 
 
 def the_bare_module_called(run: Run) -> Values:
     """In some steps what unwrap_model gives is called, not the prepared model."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(6):
-        run.backward(run.mean(mse(run.unwrap(model) if step % 2 else model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+
+    def learn(now: Training) -> None:
+        run.backward(run.mean(mse(now.inner if now.step % 2 else now.model), now.step))
+
+    return _trained(run, steps=4, learn=learn)
 
 
 def features_of_the_root_alone(run: Run) -> Values:
     """What a hook keeps is all of the loss: nothing comes back through the model's output."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
     kept: list[torch.Tensor] = []
-    run.unwrap(model).embed.register_forward_hook(lambda module, args, out: kept.append(out))
 
-    def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        model(x)
+    def loss(now: Training, _: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        now.model(x)
         return F.mse_loss(kept.pop(), y)
 
-    for step in range(3):
-        run.backward(run.mean(loss, step))
-        run.step(optimizer)
-    return values(run, model=model)
+    def keep(now: Training) -> None:
+        now.inner.embed.register_forward_hook(lambda module, args, out: kept.append(out))
+
+    return _trained(run, ready=keep, learn=_of_ranks(loss))
+
+
+def _without_averaging(now: Training) -> None:
+    with now.run.no_sync(now.model):
+        _one_loss(now)
 
 
 def stepped_without_a_last_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        with run.no_sync(model):
-            run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, learn=_without_averaging)
+
+
+def averaged_by_hand(run: Run) -> Values:
+    """Backwards of ``no_sync`` alone, whose gradients the loop averages itself."""
+
+    def average(now: Training) -> None:
+        for p in now.model.parameters() if not run.is_plain else ():
+            p.grad = p.grad if p.grad is None else run.accelerator.reduce(p.grad, "mean")
+
+    return _trained(run, learn=_without_averaging, graded=average)
 
 
 def curvature_by_autograd_grad(run: Run) -> Values:
     """A rank's own second derivatives, used beside the averaged gradients."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        parameters = list(model.parameters())
-        own = torch.autograd.grad(run.mean(mse(model), step), parameters)
-        run.backward(run.mean(mse(model), step))
+
+    def learn(now: Training) -> None:
+        parameters = list(now.model.parameters())
+        own = torch.autograd.grad(now.loss(), parameters)
+        run.backward(now.loss())
         for p, g in zip(parameters, own, strict=True):
             p.grad.div_(1 + g.abs())
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, learn=learn)
 
 
 def parts_assigned(run: Run) -> Values:
     """Rows, columns and chosen elements of weights and of gradients."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        run.backward(run.mean(mse(model), step))
-        inner = run.unwrap(model)
-        inner.head.weight.grad[0] = 0
-        inner.embed.weight.grad[2:5] *= 0.1
-        inner.head.bias.grad[1] = 1.0
-        gradient = inner.layers[0].up.weight.grad
+
+    def of_gradients(now: Training) -> None:
+        now.inner.head.weight.grad[0] = 0
+        now.inner.embed.weight.grad[2:5] *= 0.1
+        gradient = now.inner.layers[0].up.weight.grad
         gradient[gradient.abs() < gradient.abs().mean()] = 0
-        run.step(optimizer)
+
+    def of_weights(now: Training) -> None:
         with torch.no_grad():
-            inner.head.weight[1] = inner.head.weight[2:].mean(0)
-            inner.embed.weight[:, 1] = 0.5
-            inner.layers[1].down.weight[-1, 2] -= 0.25
-    return values(run, model=model)
+            now.inner.head.weight[1] = now.inner.head.weight[2:].mean(0)
+            now.inner.embed.weight[:, 1] = 0.5
+            now.inner.layers[1].down.weight[-1, 2] -= 0.25
+
+    return _trained(run, graded=of_gradients, stepped=of_weights)
 
 
 def parts_changed_in_place(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        run.backward(run.mean(mse(model), step))
-        run.unwrap(model).head.weight.grad[0].zero_()
-        run.unwrap(model).layers[0].up.weight.data[3:5].mul_(0.5)
-        run.step(optimizer)
-    return values(run, model=model)
+    def change(now: Training) -> None:
+        now.inner.head.weight.grad[0].zero_()
+        now.inner.layers[0].up.weight.data[3:5].mul_(0.5)
+
+    return _trained(run, graded=change)
 
 
 def data_assigned(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        run.backward(run.mean(mse(model), step))
-        for p in model.parameters():
+    def of_gradients(now: Training) -> None:
+        for p in now.model.parameters():
             p.grad.data = p.grad.data.clamp(-0.01, 0.01)
-        run.step(optimizer)
-        head = run.unwrap(model).head
-        head.weight.data = F.normalize(head.weight.data, dim=0)
-        head.bias.data = torch.full((WIDTH,), 0.1)
-    return values(run, model=model)
+
+    def of_weights(now: Training) -> None:
+        now.inner.head.weight.data = F.normalize(now.inner.head.weight.data, dim=0)
+        now.inner.head.bias.data = torch.full((WIDTH,), 0.1)
+
+    return _trained(run, graded=of_gradients, stepped=of_weights)
 
 
 def sharpness_by_hand(run: Run) -> Values:
     """SAM in the loop: a scalar parameter is moved by what was computed from sharded ones too."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        run.backward(run.mean(mse(model), step))
+
+    def learn(now: Training) -> None:
+        run.backward(now.loss())
         with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            moves = [p.grad * (0.05 / norm) for p in model.parameters()]
-            for p, move in zip(model.parameters(), moves, strict=True):
+            norm = torch.stack([p.grad.norm() for p in now.model.parameters()]).norm()
+            moves = [p.grad * (0.05 / norm) for p in now.model.parameters()]
+            for p, move in zip(now.model.parameters(), moves, strict=True):
                 p.add_(move)
-        optimizer.zero_grad()
-        run.backward(run.mean(mse(model), step))
+        now.optimizer.zero_grad()
+        run.backward(now.loss())
         with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
+            for p, move in zip(now.model.parameters(), moves, strict=True):
                 p.sub_(move)
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, learn=learn)
 
 
 # Hooks -----------------------------------------------------------------------------------------------
-
-
-def _trained(run: Run, model: nn.Module) -> Values:
-    """Four steps of the loop that most scripts have."""
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def a_hook_that_scales(run: Run) -> Values:
-    model = make(Net)
-    model.layers[1].up.weight.register_hook(lambda gradient: gradient * 20)
-    model.head.weight.register_hook(lambda gradient: gradient * 20)
-    return _trained(run, model)
 
 
 def a_hook_that_clips(run: Run) -> Values:
@@ -1217,25 +657,17 @@ def a_hook_that_clips(run: Run) -> Values:
     model = make(Net)
     for parameter in model.layers[1].parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    model.head.weight.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-3))
-    model, optimizer = run.prepare(model, sgd(model))
-    head = run.unwrap(model).head.weight
-    head.register_hook(lambda gradient: gradient.sign() * gradient.square())
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
+
+    def hook(now: Training) -> None:
+        now.inner.head.weight.register_hook(lambda gradient: gradient.sign() * gradient.square())
+
+    return _trained(run, model, ready=hook)
 
 
 def a_hook_that_clips_in_windows(run: Run) -> Values:
     model = make(Net)
     model.layers[1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(8):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model, adamw, steps=6)
 
 
 def hooks_that_look(run: Run) -> Values:
@@ -1245,38 +677,13 @@ def hooks_that_look(run: Run) -> Values:
     seen: list[float] = []
     if is_main:
         model.head.weight.register_hook(lambda gradient: seen.append(gradient.norm().item()))
-    model, optimizer = run.prepare(model, sgd(model))
-    if is_main:
-        for parameter in run.unwrap(model).layers.parameters():
+
+    def hook(now: Training) -> None:
+        for parameter in now.inner.layers.parameters() if is_main else ():
             parameter.register_hook(lambda gradient: seen.append(gradient.mean().item()))
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mean().item()))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
 
-
-def a_hook_set_after_prepare(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    run.unwrap(model).layers[1].up.weight.register_hook(lambda gradient: gradient * 20)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def averaged_by_hand(run: Run) -> Values:
-    """Backwards of ``no_sync`` alone, whose gradients the loop averages itself."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        with run.no_sync(model):
-            run.backward(run.mean(mse(model), step))
-        for p in model.parameters() if not run.is_plain else ():
-            p.grad = p.grad if p.grad is None else run.accelerator.reduce(p.grad, "mean")
-        run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, model, ready=hook)
 
 
 def twentyfold(parameter: Any) -> None:
@@ -1289,166 +696,47 @@ def a_post_accumulate_hook(run: Run) -> Values:
     return _trained(run, model)
 
 
-def an_optimizer_in_backward(run: Run) -> Values:
-    model = make(Net)
-
-    def update(p: Any) -> None:
-        with torch.no_grad():
-            p.sub_(0.05 * p.grad)
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
-    model = run.prepare(model)
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-    return values(run, model=model)
-
-
 def hooks_of_modules(run: Run) -> Values:
     model = make(Net)
     model.layers[1].register_full_backward_hook(lambda module, before, after: (before[0] * 3,))
-    model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
-    model.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
     model.layers[2].up.register_full_backward_pre_hook(lambda module, after: (after[0] * 2,))
-    return _trained(run, model)
 
+    def hook(now: Training) -> None:
+        now.inner.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        now.inner.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
 
-def hooks_of_modules_after_prepare(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    plain = run.unwrap(model)
-    plain.layers[1].register_full_backward_hook(lambda module, before, after: (before[0] * 3,))
-    plain.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
-    plain.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-    for step in range(4):
-        run.backward(run.mean(mse(model), step))
-        run.step(optimizer)
-    return values(run, model=model)
-
-
-def weight_norm(run: Run) -> Values:
-    model = make(Net)
-    nn.utils.parametrizations.weight_norm(model.layers[0].up)
-    nn.utils.parametrizations.weight_norm(model.head)
-    return _trained(run, model)
-
-
-def checkpointed(run: Run) -> Values:
-    model = make(Net)
-    for layer in model.layers:
-        layer.forward = _checkpointed(layer.forward)
-    return _trained(run, model)
-
-
-def _checkpointed(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+    return _trained(run, model, ready=hook)
 
 
 # Windows of several micro-batches --------------------------------------------------------------------
 
 
-def _windows(run: Run, backward: Callable[[torch.Tensor, int], None]) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(4):
-        with run.accumulate(model):
-            backward(run.mean(mse(model), step), step)
-            run.step(optimizer)
-    return values(run, model=model)
-
-
-def windows(run: Run) -> Values:
-    return _windows(run, lambda loss, step: run.backward(loss))
-
-
 def plain_backward_in_windows(run: Run) -> Values:
-    return _windows(run, lambda loss, step: loss.backward())
+    return _trained(run, by=adamw, steps=4, learn=lambda now: now.loss().backward())
 
 
 def heads_in_windows(run: Run) -> Values:
     """Whole windows without a head on any rank, and micro-batches without it on some."""
-    model = make(Heads)
-    model, optimizer = run.prepare(model, adamw(model))
 
     def choice(rank: int, step: int) -> str:
         return "head" if step < 2 or (step < 6 and (rank + step) % 2) else "other"
 
-    def loss(step: int) -> Losses:
-        return lambda rank, x, y: F.mse_loss(model(x, choice(rank, step)), y)
-
-    for step in range(8):
-        with run.accumulate(model):
-            run.backward(run.mean(loss(step), step))
-            run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, make(Heads), adamw, steps=8, learn=_choosing(choice))
 
 
 def blocks_skipped_in_windows(run: Run) -> Values:
-    model = make(Drops)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(8):
-        with run.accumulate(model):
-            loss = partial(_choosing, model, lambda rank, step: (step + rank) % 4 - 1, step)
-            run.backward(run.mean(loss, step))
-            run.step(optimizer)
-    return values(run, model=model)
-
-
-def thawed_between_windows(run: Run) -> Values:
-    model = make(Net)
-    model.layers[1].requires_grad_(False)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(8):
-        if step == 4:
-            run.unwrap(model).layers[1].requires_grad_(True)
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            run.step(optimizer)
-    return values(run, model=model)
-
-
-# Frozen between forward and backward ----------------------------------------------------------------
-
-
-def _frozen_before_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(8):
-        with run.accumulate(model):
-            loss = run.mean(mse(model), step)
-            plain = run.unwrap(model)
-            plain.layers[0].requires_grad_(step not in (2, 5))
-            plain.head.requires_grad_(step % 3 > 0)
-            run.backward(loss)
-            run.step(optimizer)
-            plain.requires_grad_(True)
-    return values(run, model=model)
+    choose = _choosing(lambda rank, step: (step + rank) % 4 - 1)
+    return _trained(run, make(Drops), adamw, steps=8, learn=choose)
 
 
 def frozen_before_backward(run: Run) -> Values:
-    return _frozen_before_backward(run)
+    def learn(now: Training) -> None:
+        loss = now.loss()
+        now.inner.layers[0].requires_grad_(now.step not in (2, 5))
+        now.inner.head.requires_grad_(now.step % 3 > 0)
+        run.backward(loss)
 
-
-def frozen_before_backward_in_windows(run: Run) -> Values:
-    return _frozen_before_backward(run)
-
-
-def a_critic_with_a_penalty(run: Run) -> Values:
-    """WGAN-GP: the gradient of the critic by its inputs is a part of its loss, outside of the model."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-
-    def loss(_: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        mixed = (0.3 * y + 0.7 * x).requires_grad_(True)
-        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-        return model(x).mean() - model(y).mean() + 10 * (slope.norm(dim=1) - 1).pow(2).mean()
-
-    for step in range(3):
-        for part in range(2):
-            run.backward(0.1 * run.mean(loss, 10 * step + part))
-            run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, by=adamw, steps=6, learn=learn, stepped=lambda now: now.inner.requires_grad_(True))
 
 
 # Weights changed by hand while a sharded model has them gathered --------------------------------------
@@ -1461,35 +749,13 @@ class ClampingBlock(Block):
 
 
 class Clamping(Net):
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = ClampingBlock) -> None:
         super().__init__(0)
-        self.layers = nn.ModuleList(ClampingBlock() for _ in range(3))
+        self.layers = nn.ModuleList(kind() for _ in range(3))
 
 
 def weights_clamped_in_forward(run: Run) -> Values:
-    model = make(Clamping)
-    return _trained(run, model)
-
-
-def weights_clamped_in_forward_in_windows(run: Run) -> Values:
-    model = make(Clamping)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(6):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            run.step(optimizer)
-    return values(run, model=model)
-
-
-def weights_normalised_by_a_hook(run: Run) -> Values:
-    """By a new tensor, which takes the place of the old one."""
-
-    def normalise(module: Any, args: Any) -> None:
-        module.up.weight.data = F.normalize(module.up.weight.data, dim=1)
-
-    model = make(Net)
-    model.layers[1].register_forward_pre_hook(normalise)
-    return _trained(run, model)
+    return _trained(run, make(Clamping))
 
 
 class NormalisingHead(nn.Linear):
@@ -1504,53 +770,32 @@ class NormalisingHead(nn.Linear):
 def prototypes_normalised_in_forward(run: Run) -> Values:
     model = make(Net)
     model.head = make(NormalisingHead, WIDTH, WIDTH)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        rows_of = [rows(step, rank) for rank in run.ranks]
+
+    def learn(now: Training) -> None:
+        rows_of = [rows(now.step, rank) for rank in run.ranks]
         x, y = (torch.cat(both) for both in zip(*rows_of, strict=True))
-        run.backward(F.mse_loss(model(x), y))
-        run.step(optimizer)
-    return values(run, model=model)
+        run.backward(F.mse_loss(now.model(x), y))
+
+    return _trained(run, model, learn=learn)
 
 
 def weights_changed_before_backward(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(4):
-        loss = run.mean(mse(model), step)
-        plain = run.unwrap(model)
-        plain.head.bias.data.add_(0.1)
-        plain.layers[0].down.bias.data.mul_(0.5)
-        plain.embed.weight.data[0] = 0
+    def learn(now: Training) -> None:
+        loss = now.loss()
+        now.inner.head.bias.data.add_(0.1)
+        now.inner.embed.weight.data[0] = 0
         run.backward(loss)
-        run.step(optimizer)
-    return values(run, model=model)
+
+    return _trained(run, learn=learn)
 
 
 def weights_decayed_in_windows(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(6):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.95)
-            run.step(optimizer)
-    return values(run, model=model)
+    def decay(now: Training) -> None:
+        with torch.no_grad():
+            for parameter in now.model.parameters():
+                parameter.mul_(0.95)
 
-
-def weights_of_the_optimizer_decayed_in_windows(run: Run) -> Values:
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(6):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.mul_(0.95)
-            run.step(optimizer)
-    return values(run, model=model)
+    return _trained(run, steps=4, graded=decay)
 
 
 class Codebook(Block):
@@ -1561,75 +806,45 @@ class Codebook(Block):
         return super().forward(x)
 
 
-class Codebooks(Net):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(Codebook() for _ in range(2))
-
-
 def weights_that_follow_the_ranks_rows(run: Run) -> Values:
-    model = make(Codebooks)
-    return _trained(run, model)
-
-
-def _changed_in_windows(run: Run, change: Callable[[Any], Any]) -> Values:
-    """After each micro-batch, where people mean to do it once a step."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(6):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            change(model)
-            run.step(optimizer)
-    return values(run, model=model)
-
-
-def gradients_scaled_in_windows(run: Run) -> Values:
-    def halve(model: Any) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-    return _changed_in_windows(run, halve)
+    return _trained(run, make(Clamping, Codebook))
 
 
 def gradients_clipped_in_windows(run: Run) -> Values:
-    return _changed_in_windows(run, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-
-def gradients_clipped_by_value_in_windows(run: Run) -> Values:
-    return _changed_in_windows(run, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+    """After each micro-batch, where people mean to do it once a step."""
+    return _trained(run, steps=4, graded=lambda now: nn.utils.clip_grad_norm_(now.model.parameters(), 0.1))
 
 
 def gradients_limited_in_windows(run: Run) -> Values:
-    def limit(model: Any) -> None:
-        for parameter in model.parameters():
+    def limit(now: Training) -> None:
+        for parameter in now.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.clamp_(-0.01, 0.01)
 
-    return _changed_in_windows(run, limit)
+    return _trained(run, steps=4, graded=limit)
 
 
 def gradients_dropped_in_windows(run: Run) -> Values:
     """Of a micro-batch that came to nothing."""
-    model = make(Net)
-    model, optimizer = run.prepare(model, adamw(model))
-    for step in range(6):
-        with run.accumulate(model):
-            run.backward(run.mean(mse(model), step))
-            if step == 2:
-                for parameter in model.parameters():
-                    parameter.grad = None
-            run.step(optimizer)
-    return values(run, model=model)
+
+    def drop(now: Training) -> None:
+        if now.step == 2:
+            for parameter in now.model.parameters():
+                parameter.grad = None
+
+    return _trained(run, by=adamw, steps=6, graded=drop)
 
 
-class Views(Net):
+class ViewBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).unsqueeze(1).flatten(1)
+
+
+class Views(Clamping):
     """A block's output is a view, which the model changes in place."""
 
     def __init__(self) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(ViewBlock() for _ in range(3))
+        super().__init__(ViewBlock)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -1641,20 +856,10 @@ class Views(Net):
         return (self.head(x) * self.scale)[:, :]
 
 
-class ViewBlock(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).unsqueeze(1).flatten(1)
-
-
 def views_changed_in_place(run: Run) -> Values:
-    model = make(Views)
-    model, optimizer = run.prepare(model, sgd(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of views that a sharded module returns
-        for step in range(3):
-            run.backward(run.mean(mse(model), step))
-            run.step(optimizer)
-    return values(run, model=model)
+        return _trained(run, make(Views))
 
 
 LOOPS: dict[str, Callable[[Run], Values]] = {

@@ -150,6 +150,11 @@ def train_clipped(
     return result
 
 
+def full(tensor: Any) -> torch.Tensor:
+    """The whole tensor, gathered by torch."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
 def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of any tensor, norm-wise."""
     assert actual.keys() == expected.keys()

@@ -34,17 +34,12 @@ NOT_AVERAGED = "has a gradient that was not averaged over the ranks"
 
 BY_HAND = [
     "weights_clamped_in_forward",
-    "weights_clamped_in_forward_in_windows",
-    "weights_normalised_by_a_hook",
     "prototypes_normalised_in_forward",
     "weights_changed_before_backward",
     "weights_decayed_in_windows",
-    "weights_of_the_optimizer_decayed_in_windows",
 ]
 OWN_GRADIENTS = {
-    "gradients_scaled_in_windows": OWN_IN_WINDOW,
     "gradients_clipped_in_windows": OWN_IN_WINDOW,
-    "gradients_clipped_by_value_in_windows": OWN_IN_WINDOW,
     "gradients_limited_in_windows": OWN_IN_WINDOW,
 }
 OF_DDP = {
@@ -53,31 +48,21 @@ OF_DDP = {
     "curvature_by_autograd_grad": APART,
     "stepped_without_a_last_backward": OWN,
     "features_of_the_root_alone": LEFT_OUT,
-    "a_backward_for_each_head": LEFT_OUT,
     "heads_in_turn": LEFT_OUT,
     "a_head_for_each_rank": LEFT_OUT,
     "a_head_for_each_rank_from_step_3": LEFT_OUT,
-    "experts_chosen_in_python": LEFT_OUT,
-    "blocks_skipped_on_all_ranks": LEFT_OUT,
     "heads_in_windows": LEFT_OUT,
     "nothing_trained_at_prepare": "had no trainable parameters when it was prepared",
     "gradients_set_by_hand": APART,
     "weights_tied_after_prepare": "of no prepared model",
     "a_hook_that_clips": CHANGED,
     "a_hook_that_clips_in_windows": CHANGED,
-    "a_hook_that_scales": CHANGED,
-    "a_hook_set_after_prepare": CHANGED,
     "a_post_accumulate_hook": CHANGED,
-    "an_optimizer_in_backward": CHANGED,
     "plain_backward_in_windows": DIVIDE,
 }
-IN_WINDOWS_OF_SHARDS = (
-    "weights_decayed_in_windows",
-    "weights_of_the_optimizer_decayed_in_windows",
-)
-"""In stage 3 weights are shards again after each backward."""
 OF_ZERO_3 = {
-    **dict.fromkeys(IN_WINDOWS_OF_SHARDS, EQUAL),
+    # In stage 3 weights are shards again after each backward.
+    "weights_decayed_in_windows": EQUAL,
     "a_critic_with_a_penalty": "were freed after an earlier backward through the same graph",
 }
 OF_ZERO = {
@@ -90,75 +75,20 @@ OF_ZERO = {
     "parts_changed_in_place": OF_A_PART,
     "curvature_by_autograd_grad": "appears to not have been used in the graph",
     "a_head_replaced_after_prepare": REPLACED,
-    "a_module_added_after_prepare": REPLACED,
     "weights_tied_after_prepare": REPLACED,
-    "a_hook_that_scales": HOOK,
     "a_hook_that_clips": HOOK,
     "a_hook_that_clips_in_windows": HOOK,
-    "a_hook_set_after_prepare": HOOK,
     "hooks_that_look": HOOK,
     "a_post_accumulate_hook": HOOK,
-    "an_optimizer_in_backward": HOOK,
     "parameters_captured_and_clamped": "The script used a parameter that a model had before",
-    "average_in_a_deepcopy": "cannot be copied with copy.deepcopy",
-    "torch_averaged_model": "cannot be copied with copy.deepcopy",
     "plain_backward_in_windows": DIVIDE,
     "gradients_set_by_hand": "appears to not have been used in the graph",
 }
 ONE_RANK_WAITS = (
-    "a_head_of_one_rank_alone",
     "blocks_skipped_on_one_rank",
-    "blocks_skipped_on_one_rank_from_step_3",
     "blocks_skipped_in_windows",
 )
 """Under DDP the rank that has all gradients waits for the one that is refused, until that has left."""
-
-FAST = (
-    "the_bare_module_called",
-    "curvature_by_autograd_grad",
-    "stepped_without_a_last_backward",
-    "features_of_the_root_alone",
-    "parts_assigned",
-    "parts_changed_in_place",
-    "data_assigned",
-    "sharpness_by_hand",
-    "two_losses_of_one_output",
-    "two_forwards_then_two_backwards",
-    "unfrozen_later",
-    "parts_frozen_in_turn",
-    "gradients_clipped_in_windows",
-    "gradients_limited_in_windows",
-    "gradients_dropped_in_windows",
-    "frozen_before_backward",
-    "a_head_for_each_rank_from_step_3",
-    "heads_in_turn",
-    "experts_chosen_in_python",
-    "blocks_skipped_on_one_rank",
-    "blocks_skipped_in_windows",
-    "heads_in_windows",
-    "gradient_penalty",
-    "noise_on_gradients",
-    "gradients_masked",
-    "a_penalty_towards_copies",
-    "a_critic_with_a_penalty",
-    "norm_of_gradients_by_hand",
-    "views_changed_in_place",
-    "parameters_captured_before_prepare",
-    "a_head_replaced_after_prepare",
-    "a_hook_that_clips",
-    "a_hook_that_clips_in_windows",
-    "hooks_that_look",
-    "averaged_by_hand",
-    "noise_like_gradients",
-    "layers_drawn_anew",
-    "regularised_by_hand",
-    "regularised_outside",
-    "a_post_accumulate_hook",
-    "parameters_captured_and_clamped",
-    "gradients_set_by_hand",
-    "nothing_trained_at_prepare",
-    "plain_backward_in_windows",
-)
 
 
 def run_loops(parallel: str, names: list[str]) -> dict[str, str]:
@@ -210,14 +140,11 @@ def check(run_distributed: Any, parallel: str, names: list[str]) -> None:
         assert not wrong
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero=3"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["ddp", "zero=3", *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in ("zero=1", "zero=2"))],
+)
 def test_a_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parallel: str) -> None:
-    check(run_distributed, parallel, list(FAST))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["ddp", "zero=1", "zero=2", "zero=3"])
-def test_any_loop_gives_plain_torchs_numbers_or_is_refused(run_distributed, parallel: str) -> None:
     check(run_distributed, parallel, list(LOOPS))
 
 
@@ -235,7 +162,6 @@ def test_ddp_that_looks_for_unused_parameters_takes_every_branch(run_distributed
     names = [
         "heads_in_turn",
         "a_head_for_each_rank",
-        "a_head_of_one_rank_alone",
         "blocks_skipped_on_one_rank",
     ]
     ranks = run_distributed(find_unused, 2, names)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, OffloadError
-from lockstep.offload.files import OffloadFile, region_of
+from lockstep.offload.files import region_of
 from tests.refusals import expect_refusal
 
 WIDTH, STEPS, MICRO_BATCHES = 24, 5, 2
@@ -171,79 +168,6 @@ def test_two_ranks_train_to_the_bits_of_the_same_strategy_without_offload(
     assert run_distributed(compare_with_unoffloaded, 2, str(tmp_path), timeout_s=120) == [[], []]
 
 
-def test_gradients_are_written_once_and_read_once_also_if_they_are_clipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator = Accelerator(cpu=True, parallel=f"offload=all offload_to={tmp_path}")
-    model: Any = Model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    read_for_norms: list[int] = []
-    drop = OffloadFile.drop
-    monkeypatch.setattr(
-        OffloadFile, "drop", lambda file, offset, n: (read_for_norms.append(offset), drop(file, offset, n))
-    )
-    data = batches()
-    for step in range(1, 4):
-        accelerator.backward(loss_of(model, next(data)))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        (file,) = {region_of(p.grad)[0] for p in trained}
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
-        assert norm > 1e-3
-        optimizer.step()
-        accelerator.unwrap_model(model).state_dict()  # waits for the step
-        assert (file.bytes_read, file.bytes_written) == (step * file.nbytes, step * file.nbytes)
-        assert len(read_for_norms) == len(trained) or not file.is_direct
-        optimizer.zero_grad()
-    accelerator.free_memory()
-
-
-def peak_of_training(blocks: int, parallel: str) -> int:
-    """Bytes of memory that training takes above what the process had before, in a process of its own."""
-    code = f"""
-import torch
-from torch import nn
-from lockstep import Accelerator
-from lockstep.offload.optimizer import GradientFile, offload_step
-
-def status(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-accelerator = Accelerator(cpu=True, parallel={parallel!r})
-nn.Linear(1024, 1024)(torch.randn(2, 1024)).sum().backward()
-open("/proc/self/clear_refs", "w").write("5")
-before = status("VmRSS")
-with torch.device("meta"):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range({blocks})])
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-model, optimizer = accelerator.prepare(model, optimizer)
-for _ in range(2):
-    accelerator.backward(model(torch.randn(2, 1024)).square().mean())
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-accelerator.unwrap_model(model)
-print(status("VmHWM") - before)
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
-def test_memory_is_that_of_a_few_blocks_however_many_there_are(tmp_path: Path) -> None:
-    block = 4 * 1024 * 1025 * 4  # weight, gradient and two moments
-    few, many = (
-        peak_of_training(blocks, f"offload=all offload_to={tmp_path} offload_budget=20MB")
-        for blocks in (10, 40)
-    )
-    assert many - few < 2 * block
-    assert 40 * block > 3 * many  # in memory it would be so much
-
-
 def continue_from_checkpoint(folder: str, parallel: str) -> list[torch.Tensor]:
     """Train, save, load into new objects, train on; the state after that."""
     accelerator, model, optimizer = train(parallel, "adamw fused")
@@ -266,12 +190,9 @@ def continue_from_checkpoint(folder: str, parallel: str) -> list[torch.Tensor]:
 
 def test_a_checkpoint_goes_on_with_and_without_offload_alike(tmp_path: Path) -> None:
     expected = continue_from_checkpoint(str(tmp_path / "plain"), "auto")
-    for offload in ("optimizer", "all"):
-        for place in ("cpu", str(tmp_path / "files")):
-            parallel = f"offload={offload}" + ("" if place == "cpu" else f" offload_to={place}")
-            folder = str(tmp_path / f"{offload}-{place == 'cpu'}")
-            state = continue_from_checkpoint(folder, parallel)
-            assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True)), parallel
+    for offload in ("optimizer", f"all offload_to={tmp_path / 'files'}"):
+        state = continue_from_checkpoint(str(tmp_path / offload.split()[0]), f"offload={offload}")
+        assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True)), offload
 
 
 def test_parameters_of_a_model_on_meta_are_made_in_the_file(tmp_path: Path) -> None:

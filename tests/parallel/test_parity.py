@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -30,18 +29,19 @@ class Case:
 
 
 CASES = [
-    Case(*values) for values in product((1, 2, 4), ("no", "bf16"), (1, 3), ("map", "dispatched", "sharded"))
+    # Each pair of values of the settings.
+    Case(1, "no", 1, "map"),
+    Case(1, "bf16", 3, "dispatched"),
+    Case(1, "no", 3, "sharded"),
+    Case(1, "bf16", 1, "sharded"),
+    Case(2, "no", 3, "map"),
+    Case(2, "bf16", 1, "map"),
+    Case(2, "no", 1, "dispatched"),
+    Case(2, "bf16", 3, "sharded"),
+    Case(4, "no", 1, "map"),
+    Case(4, "bf16", 3, "dispatched"),
+    Case(4, "no", 3, "sharded"),
 ]
-
-
-def is_repetition(case: Case) -> bool:
-    """On 4 ranks each value of each setting is tried once, and all products by ``make exhaustive``; on 2 all are."""
-    first = [
-        Case(4, "no", 1, "map"),
-        Case(4, "bf16", 3, "dispatched"),
-        Case(4, "no", 3, "sharded"),
-    ]
-    return case.world_size == 4 and case not in first
 
 
 def train(case: Case, optimizer_name: str) -> plain.Result:
@@ -88,11 +88,7 @@ def train_with_both(case: Case) -> dict[str, plain.Result]:
     return {optimizer_name: train(case, optimizer_name) for optimizer_name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.exhaustive if is_repetition(case) else ()) for case in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_equals_plain_single_process_training(run_distributed, case: Case) -> None:
     bf16 = case.precision == "bf16"
     found = run_distributed(train_with_both, case.world_size, case)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,38 +48,6 @@ def test_blocks_of_torch_itself_are_compiled(parallel: str) -> None:
         type(torch.load(io.BytesIO(file.getvalue()), weights_only=False).layers[0])
         is nn.TransformerEncoderLayer
     )
-
-
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], Any]
-) -> list[float]:
-    losses = []
-    for x in torch.randn(3, 4, 5, 16, generator=torch.Generator().manual_seed(1)):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def encoder_of_seed() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = encoder()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def trained_in_shards() -> list[float]:
-    torch._dynamo.reset()
-    accelerator = Accelerator(cpu=True, parallel="zero=3 compile=blocks", dynamo_backend="aot_eager")
-    model, optimizer = accelerator.prepare(*encoder_of_seed())
-    return steps(model, optimizer, accelerator.backward)
-
-
-def test_compiled_blocks_of_torch_itself_train_in_shards(run_distributed: Any) -> None:
-    expected = steps(*encoder_of_seed(), torch.Tensor.backward)
-    for losses in run_distributed(trained_in_shards, 2, timeout_s=150):
-        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("layers", [2, 6])
@@ -129,12 +96,3 @@ def test_a_model_without_blocks_is_refused() -> None:
 def test_another_word_is_refused(word: str) -> None:
     with pytest.raises(ConfigError):
         Parallel.parse(word)
-
-
-@pytest.mark.exhaustive
-def test_code_of_inductor_computes_the_same() -> None:
-    plain = problem.make_gpt(2)
-    (tokens,) = problem.make_batches(1)
-    expected = plain(tokens)
-    model = Accelerator(cpu=True, parallel="compile=blocks").prepare(plain)
-    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-6)

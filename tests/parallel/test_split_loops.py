@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
+from parallel.plain import full as whole
 from tests.frozen.verdicts import hold
 
 WIDTH, CLASSES = 8, 5
@@ -180,10 +181,6 @@ def norm(model: nn.Module) -> float:
     return sum(whole(g).square().sum().item() for g in gradients) ** 0.5
 
 
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 EQUAL = "equal"
 SPLIT = "cannot see what the ranks of a split model send each other"
 LOOPS: dict[str, tuple[Callable[[Run], float], str, str]] = {
@@ -241,14 +238,6 @@ def test_a_loop_has_plain_torchs_gradients_or_is_refused_on_every_rank(
     for found in ranks:
         said = {name: tp if parallel == "tp=2" else pp for name, (_, pp, tp) in LOOPS.items()}
         assert {name: text for name, (_, text) in found.items() if said[name] not in text} == {}
-
-
-def test_one_process_runs_every_loop() -> None:
-    for loop, _, _ in LOOPS.values():
-        accelerator = Accelerator(cpu=True)
-        expected = loop(Run(lambda model: model, lambda loss, **options: loss.backward(**options)))
-        assert loop(Run(accelerator.prepare, accelerator.backward)) == pytest.approx(expected, rel=1e-6)
-        accelerator.free_memory()
 
 
 def apart(parallel: str) -> list[str]:

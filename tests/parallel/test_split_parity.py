@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
 from parallel import split_problem as problem
+from parallel.plain import full
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,13 @@ class Case:
 
 CASES = [
     Case(2, "tp=2 sequence_parallel", "llama", steps=3),
-    Case(2, "tp=2 loss_parallel", steps=3),
+    Case(2, "tp=2 tp_plan=infer loss_parallel", "llama", steps=3),
+    Case(2, "tp=2 sequence_parallel loss_parallel compile=blocks", steps=2),
+    Case(4, "tp=4 sequence_parallel loss_parallel activation=selective", steps=3),
+    Case(4, "zero=3 tp=2 sequence_parallel loss_parallel activation=full", "llama", steps=3),
+    Case(2, "cp=2 activation=selective", steps=3),
+    Case(4, "zero=3 cp=2 cp_method=ulysses activation=full", "llama", steps=3),
+    Case(4, "zero=3 pp=2", steps=3),
     Case(2, "cp=2 cp_method=ulysses"),
     Case(4, "pp=4", "llama", steps=3),
     Case(4, "zero=3 tp=2", steps=4, accumulation=2),
@@ -45,11 +51,6 @@ CASES = [
     Case(2, "", "experts"),
     Case(2, "zero=3 compile=blocks", steps=4, accumulation=2),
 ]
-
-
-def full(tensor: Any) -> torch.Tensor:
-    """The whole tensor, gathered by torch."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def train(case: Case) -> problem.Result:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.inference import prepare_pippy
+from lockstep.parallel.context import gather_sequence
 from lockstep.plan import by_rank, simulate
 from parallel import split_problem as problem
 from parallel.pipeline.problem import schedules
@@ -69,8 +70,7 @@ def resume(parallel: str, folder: str) -> list[float]:
                 *((2, f"pp=2 schedule={name}") for name in schedules("interleaved", "zbv")[-1:]),
             ],
         ),
-        ((4, "pp=2 tp=2"), [(1, ""), (4, "zero=3 tp=2")]),
-        ((4, "zero=3 tp=2"), [(1, ""), (2, "cp=2"), (4, "pp=2 tp=2")]),
+        ((4, "zero=3 tp=2"), [(2, "cp=2"), (4, "pp=2 tp=2")]),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
@@ -248,6 +248,7 @@ def on_chunks(method: str) -> list[float]:
     for tokens in problem.make_batches(STEPS):
         positions = torch.arange(problem.LENGTH).repeat(len(tokens), 1)
         labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+        whole = labels.clone()
         with accelerator.maybe_context_parallel(
             buffers=[tokens, positions, labels],
             buffer_seq_dims=[1, 1, 1],
@@ -255,15 +256,17 @@ def on_chunks(method: str) -> list[float]:
         ):
             assert tokens.shape[1] == problem.LENGTH // 2
             count = problem.ROWS * (problem.LENGTH - 1) / 2  # of the labels that count, a rank's share
-            loss = model(
+            output = model(
                 input_ids=tokens,
                 position_ids=positions,
                 labels=labels,
                 shift_labels=labels,
                 num_items_in_batch=torch.tensor(count),
-            ).loss
-            accelerator.backward(loss)
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            )
+            logits = gather_sequence(accelerator.unwrap_model(model), output.logits.detach())
+            accelerator.backward(output.loss)
+        losses.append(accelerator.reduce(output.loss.detach(), "mean").item())
+        assert mean_loss(logits, whole).item() == pytest.approx(losses[-1], rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -294,7 +297,7 @@ def in_half(parallel: str, precision: str) -> tuple[list[float], bool]:
 def test_half_precision_learns_as_one_process_does(run_distributed, precision: str) -> None:
     expected, _ = run_distributed(in_half, 1, "", precision, timeout_s=120)[0]
     assert expected[-1] < expected[0] - 0.05
-    for world, parallel in ((2, "cp=2"), (4, "pp=2 tp=2"), (4, "zero=3 tp=2")):
+    for world, parallel in ((2, "cp=2"), (4, "zero=3 tp=2")):
         for losses, skipped in run_distributed(in_half, world, parallel, precision, timeout_s=120):
             assert losses == pytest.approx(expected, rel=2e-3), parallel
             assert not skipped

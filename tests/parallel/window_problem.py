@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -238,37 +237,3 @@ def save_at(setup: Setup, *stops: int) -> list[Saved]:
         run.go(stop)
         saves.append(run.save())
     return saves
-
-
-def go_on(setup: Setup, saves: list[Saved]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """Losses and the last parameters of a new run from each."""
-    found = []
-    for saved in saves:
-        run = Run(setup)
-        run.load(saved)
-        run.go(MICRO_BATCHES)
-        found.append((run.losses(), run.parameters()))
-    return found
-
-
-@functools.cache
-def plain_training(weighted: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the global micro-batches and the last parameters, in plain torch on one process."""
-    torch.set_num_threads(1)
-    model = problem.make_model()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    losses = []
-    window: list[tuple[torch.Tensor, int]] = []
-    for number, (tokens, labels) in enumerate(problem.make_batches(MICRO_BATCHES)):
-        if weighted:
-            labels = masked(labels, number)
-        loss = problem.loss_of(model, tokens, labels)
-        losses.append(loss.item())
-        window.append((loss, int((labels >= 0).sum()) if weighted else 1))
-        if len(window) == ACCUMULATION:
-            total = sum(count for _, count in window)
-            torch.stack([loss * count / total for loss, count in window]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            window = []
-    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -193,33 +193,6 @@ def two_optimizers(run: Any) -> dict[str, Any]:
     return values(model=model)
 
 
-def several_forwards_and_backwards(run: Any) -> dict[str, Any]:
-    """Two forwards before one backward, two backwards of one graph, two losses with a backward each."""
-    model = seeded(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    seen = {}
-    for step in range(3):
-        run.backward(loss_of(run, model, step) + loss_of(run, model, step + 50))
-        loss = loss_of(run, model, step + 100)
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-        first, second = loss_of(run, model, step + 200), loss_of(run, model, step + 300)
-        run.backward(first)
-        run.backward(second)
-        seen = gradients_of(model=model)
-        step_and_clear(optimizer)
-    return seen | values(model=model)
-
-
-def unused_block(run: Any) -> dict[str, Any]:
-    """A block that some steps, on all ranks, leave out."""
-    model = seeded(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(5):
-        learn(run, optimizer, loss_of(run, model, step, skip=step % 3 - 1 if step % 3 else None))
-    return values(model=model)
-
-
 # -- evaluation between steps ----------------------------------------------------------------------------
 
 
@@ -256,20 +229,6 @@ def evaluation_everywhere(run: Any) -> dict[str, Any]:
     return seen | values(model=model)
 
 
-def submodules_called_directly(run: Any) -> dict[str, Any]:
-    """Parts of the model alone, before and between calls of the whole."""
-    model = seeded(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    seen = {}
-    for step in range(3):
-        x, y = batch(run, step)
-        with torch.no_grad():
-            seen[f"{step}"] = F.linear(model.layers[1](x).sum(0), torch.eye(WIDTH)).mean() * 0
-        model.layers[1](x).pow(2).mean()
-        learn(run, optimizer, F.cross_entropy(model(x), y) + model.layers[0](x).pow(2).mean())
-    return seen | values(model=model)
-
-
 def changed_by_hand(run: Any) -> dict[str, Any]:
     """Weights clamped and loaded between calls without a step."""
     model = seeded(Net)
@@ -294,19 +253,6 @@ def changed_by_hand(run: Any) -> dict[str, Any]:
 
 
 # -- windows by hand -------------------------------------------------------------------------------------
-
-
-def windows_by_hand(run: Any) -> dict[str, Any]:
-    model = seeded(Net)
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(0, 9, 3):
-        with run.no_sync(model):
-            run.backward(loss_of(run, model, step) / 3)
-            run.backward(loss_of(run, model, step + 1) / 3)
-        run.backward(loss_of(run, model, step + 2) / 3)
-        seen = gradients_of(model=model)
-        step_and_clear(optimizer)
-    return seen | values(model=model)
 
 
 def forgotten_gradients(run: Any) -> dict[str, Any]:
@@ -538,56 +484,14 @@ def nothing_to_train(run: Any) -> dict[str, Any]:
     return values(model=model, frozen=frozen)
 
 
-def batch_normalisation(run: Any) -> dict[str, Any]:
-    """Each rank sees the same rows, so that its statistics are those of one process."""
-    model = seeded(
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)))
-    )
-    model, optimizer = run.prepare(model, sgd(model))
-    for step in range(3):
-        x, y = batch(Plain(), step)
-        learn(run, optimizer, F.cross_entropy(model(x), y))
-    model.eval()
-    return values(model=model) | {"output": model(x).detach()}
-
-
-def transformer(run: Any) -> dict[str, Any]:
-    """A small GPT-2 with tied embeddings that generates between steps."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 12}
-    config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
-    model = seeded(GPT2LMHeadModel, config)
-    model, optimizer = run.prepare(model, sgd(model))
-    seen = {}
-    for step in range(2 * run.gradient_accumulation_steps):
-        tokens = rank_tokens(run, step, 1, 11)
-        with run.accumulate(model):
-            run.backward(model(input_ids=tokens, labels=tokens).loss)
-            model.eval()
-            prompt = torch.tensor([[1, 2, 3]])
-            words = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False
-            )
-            seen[f"{step} words"] = words.float()
-            model.train()
-            if run.sync_gradients:
-                seen[f"{step} norm"] = clip_and_step(run, model, optimizer)
-    return seen | values(model=model)
-
-
 SCENARIOS = {
     function.__name__: function
     for function in (
         adversaries,
         frozen_teacher,
         two_optimizers,
-        several_forwards_and_backwards,
-        unused_block,
         evaluation_everywhere,
-        submodules_called_directly,
         changed_by_hand,
-        windows_by_hand,
         forgotten_gradients,
         one_of_two_in_no_sync,
         loaded_between_forward_and_backward,
@@ -596,7 +500,5 @@ SCENARIOS = {
         odd_shapes,
         kinds_of_models,
         nothing_to_train,
-        batch_normalisation,
-        transformer,
     )
 }

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel.plain import difference as difference
+
 FEATURES, CLASSES = 6, 3
 # Samples of micro-batch i on rank r: all different, so that no mean of means is right by chance.
 COUNTS = ((3, 7, 2), (5, 1, 9), (8, 4, 6), (2, 11, 5))
@@ -45,12 +47,3 @@ def one_big_batch(counts: list[tuple[int, int, int]], row_weights: bool = False)
 
 def places(world_size: int, micro_batches: int) -> list[tuple[int, int, int]]:
     return [(r, i, COUNTS[r][i]) for r in range(world_size) for i in range(micro_batches)]
-
-
-def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of any tensor, norm-wise."""
-    assert actual.keys() == expected.keys()
-    return max(
-        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)).item()
-        for name in expected
-    )

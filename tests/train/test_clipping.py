@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import Accelerator, GradScalerKwargs
@@ -177,16 +176,6 @@ def test_infinite_fp16_gradients_are_skipped_and_not_clipped_into_a_step(
         assert problems.difference(parameters, start) == 0
 
 
-def test_gradients_below_the_bound_and_parameters_without_are_left_alone() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = PreparedOptimizer(torch.optim.SGD(weights, lr=1.0), StepState(), clip_norm=10.0)
-    optimizer.step()
-    weights[0].grad = torch.tensor([0.25, 0.5])
-    optimizer.step()
-    assert weights[0].tolist() == [0.75, 0.5]
-    assert weights[1].tolist() == [1.0, 1.0]
-
-
 def test_the_norm_is_that_of_all_parameter_groups_together() -> None:
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     own = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 10.0}], lr=1.0)
@@ -225,34 +214,6 @@ def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
     own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ConfigError):
         PreparedOptimizer(own, StepState(), clip_norm=bound)
-
-
-def stepped_on_shards() -> dict[str, torch.Tensor]:
-    accelerator = Accelerator(cpu=True)
-    model = fully_shard(problems.make_model(), mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
-    optimizer = PreparedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=10.0), accelerator.gradient_state, clip_norm=MAX_NORM
-    )
-    rows, labels = problems.make_rows(accelerator.process_index, 0, 4)
-    F.cross_entropy(model(rows), labels).backward()
-    optimizer.step()
-    return {name: p.full_tensor() for name, p in problems.parameters(model).items()}
-
-
-@pytest.mark.parametrize("world_size", [4])
-def test_the_norm_is_that_of_whole_gradients_where_each_rank_holds_a_shard(
-    run_distributed, world_size: int
-) -> None:
-    model = problems.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-    rows, labels = (
-        torch.cat(c) for c in zip(*(problems.make_rows(r, 0, 4) for r in range(world_size)), strict=True)
-    )
-    F.cross_entropy(model(rows), labels).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    optimizer.step()
-    for parameters in run_distributed(stepped_on_shards, world_size):
-        assert problems.difference(parameters, problems.parameters(model)) < 1e-5
 
 
 def norm_of_shards(dtype: torch.dtype, norm_type: float) -> torch.Tensor:

@@ -161,21 +161,6 @@ def test_an_own_scaler_is_refused_where_nothing_is_scaled_or_gradients_are_in_pa
         assert accelerator.scaler is None
 
 
-def test_two_optimizers_step_apart_with_a_scaler_that_is_turned_off() -> None:
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]
-    )
-    plain = problems.make_model()
-    owns = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (plain[0], plain[2])]
-    model, first, second = accelerator.prepare(plain, *owns)
-    for i in range(2):
-        rows, labels = problems.make_rows(0, i, 4)
-        accelerator.backward(F.cross_entropy(model(rows), labels))
-        first.step()
-    second.step()
-    assert not accelerator.optimizer_step_was_skipped
-
-
 def two_optimizers(infinite_step: int, accumulation: int, interleaved: bool) -> dict[str, Any]:
     """Two models that step apart; the first one's gradients overflow in one step, which halves the scale."""
     accelerator = fp16(gradient_accumulation_steps=accumulation)

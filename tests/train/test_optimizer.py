@@ -101,71 +101,8 @@ def test_its_state_dict_is_that_of_the_users_optimizer() -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def closure_training(world_size_of_rows: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    accelerator = Accelerator(cpu=True)
-    plain = problems.make_model()
-    optimizer = torch.optim.LBFGS(plain.parameters(), max_iter=3)
-    model, optimizer = accelerator.prepare(plain, optimizer)
-    rows, labels = problems.make_rows(0, 0, 12)
-    part = slice(accelerator.process_index, None, accelerator.num_processes)
-    losses = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(rows[part]), labels[part])
-        accelerator.backward(loss)
-        # L-BFGS branches on the loss, so all ranks must see the same one.
-        return accelerator.reduce(loss.detach(), "mean")
-
-    for _ in range(4):
-        losses.append(float(optimizer.step(closure)))
-    return losses, problems.parameters(plain)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_that_take_closures_train_as_plain_ones(run_distributed, world_size: int) -> None:
-    plain = problems.make_model()
-    own = torch.optim.LBFGS(plain.parameters(), max_iter=3)
-    rows, labels = problems.make_rows(0, 0, 12)
-    losses = []
-
-    def closure() -> torch.Tensor:
-        own.zero_grad()
-        loss = F.cross_entropy(plain(rows), labels)
-        loss.backward()
-        return loss
-
-    for _ in range(4):
-        losses.append(own.step(closure).item())
-    for actual, parameters in run_distributed(closure_training, world_size, 12):
-        assert actual == pytest.approx(losses, rel=1e-4)
-        assert problems.difference(parameters, problems.parameters(plain)) < 1e-3
-
-
 def test_a_closure_under_fp16_is_refused() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     plain = problems.make_model()
     _, optimizer = accelerator.prepare(plain, torch.optim.LBFGS(plain.parameters()))
     expect_refusal(UsageError, "closure", optimizer.step, lambda: torch.tensor(0.0))
-
-
-def stranger(kind: str) -> str:
-    accelerator = Accelerator(cpu=True)
-    plain, other = problems.make_model(), nn.Linear(4, 3)
-    parameters: Any = [*plain.parameters(), *other.parameters()] if kind == "stranger" else plain.parameters()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(parameters, lr=0.1))
-    rows, labels = problems.make_rows(0, 0, 4)
-    accelerator.backward(F.cross_entropy(model(rows), labels))
-    try:
-        optimizer.step()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_parameters_of_no_prepared_model_are_refused_where_ranks_would_drift_apart(run_distributed) -> None:
-    for message in run_distributed(stranger, 2, "stranger"):
-        assert "SGD holds 2 parameters (shapes (3, 4), (3,)) of no prepared model" in message
-        assert "accelerator.prepare()" in message
-    assert run_distributed(stranger, 2, "own") == ["", ""]
-    assert run_distributed(stranger, 1, "stranger") == [""]

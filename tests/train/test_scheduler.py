@@ -170,18 +170,3 @@ def test_a_plateau_scheduler_gets_its_metric() -> None:
         optimizer.step()
         scheduler.step(1.0)
     assert own.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-def test_a_schedulers_state_passes_through() -> None:
-    accelerator = Accelerator(cpu=True)
-    own = torch.optim.SGD(problems.make_model().parameters(), lr=1.0)
-    optimizer, scheduler = accelerator.prepare(own, half_each_step(own))
-    optimizer.step()
-    scheduler.step()
-    saved = scheduler.state_dict()
-    assert saved["last_epoch"] == 1
-    other = half_each_step(torch.optim.SGD(problems.make_model().parameters(), lr=1.0))
-    other.load_state_dict(saved)
-    assert other.last_epoch == 1
-    scheduler.load_state_dict({**saved, "last_epoch": 5})
-    assert scheduler.last_epoch == 5

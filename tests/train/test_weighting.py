@@ -125,39 +125,6 @@ def test_loss_scale_and_weights_go_together(run_distributed) -> None:
         assert problems.difference(unscaled, expected) < 5e-3  # half precision inside
 
 
-def ragged_epoch(split_batches: bool) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each step over 11 samples in batches of 4 rows in all."""
-    accelerator = Accelerator(cpu=True, split_batches=split_batches)
-    plain = problems.make_model()
-    batch_size = 4 if split_batches else 4 // accelerator.num_processes
-    loader = DataLoader(TensorDataset(*problems.make_rows(0, 0, 11)), batch_size=batch_size)
-    model, loader = accelerator.prepare(plain, loader)
-    steps = []
-    for rows, labels in loader:
-        with accelerator.accumulate(model):
-            losses = F.cross_entropy(model(rows), labels, reduction="none")
-            accelerator.backward(losses, weight=accelerator.sample_weights())
-            steps.append(problems.gradients(plain))
-            plain.zero_grad()
-    return steps
-
-
-@pytest.mark.parametrize(("world_size", "split_batches"), [(1, False), (2, True), (4, False)])
-def test_padding_of_the_last_batch_weighs_nothing(
-    run_distributed, world_size: int, split_batches: bool
-) -> None:
-    rows, labels = problems.make_rows(0, 0, 11)
-    expected = []
-    for part, targets in zip(rows.split(4), labels.split(4), strict=True):
-        model = problems.make_model()
-        F.cross_entropy(model(part), targets).backward()
-        expected.append(problems.gradients(model))
-    for steps in run_distributed(ragged_epoch, world_size, split_batches):
-        assert len(steps) == 3
-        for actual, gradient in zip(steps, expected, strict=True):
-            assert problems.difference(actual, gradient) < TOLERANCE
-
-
 def accumulated_ragged_epoch(weighted: bool) -> list[dict[str, torch.Tensor]]:
     """Windows of 2 micro-batches over 11 samples in batches of 4 rows in all: the last window is short."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -239,46 +206,6 @@ def test_a_window_that_the_end_cuts_short_is_the_mean_of_its_micro_batches(
         for state, wanted in zip(states, expected, strict=True):
             for name in wanted:
                 torch.testing.assert_close(state[name], wanted[name])
-
-
-def adversaries(steps: int) -> list[dict[str, torch.Tensor]]:
-    """Two models with an optimizer each and weighted losses of their own, as in a GAN."""
-    accelerator = Accelerator(cpu=True)
-    plains = [problems.make_model(0), problems.make_model(1)]
-    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.5) for plain in plains]
-    first, second, one, other = accelerator.prepare(*plains, *optimizers)
-    for i in range(steps):
-        count = problems.COUNTS[accelerator.process_index][i]
-        rows, labels = problems.make_rows(accelerator.process_index, i, count)
-        with accelerator.accumulate(first, second):
-            one.zero_grad()
-            accelerator.backward(F.cross_entropy(first(rows), labels), weight=count)
-            one.step()
-            other.zero_grad()
-            logits = second(rows) + first(rows).detach()
-            accelerator.backward(F.cross_entropy(logits, labels), weight=count)
-            other.step()
-    return [problems.parameters(plain) for plain in plains]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_two_models_with_optimizers_of_their_own_train_as_on_the_big_batch(
-    run_distributed, world_size: int
-) -> None:
-    first, second = problems.make_model(0), problems.make_model(1)
-    one, other = (torch.optim.SGD(model.parameters(), lr=0.5) for model in (first, second))
-    for i in range(3):
-        parts = [problems.make_rows(r, i, problems.COUNTS[r][i]) for r in range(world_size)]
-        rows, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-        one.zero_grad()
-        F.cross_entropy(first(rows), labels).backward()
-        one.step()
-        other.zero_grad()
-        F.cross_entropy(second(rows) + first(rows).detach(), labels).backward()
-        other.step()
-    for result in run_distributed(adversaries, world_size, 3):
-        assert problems.difference(result[0], problems.parameters(first)) < TOLERANCE
-        assert problems.difference(result[1], problems.parameters(second)) < TOLERANCE
 
 
 def refusal(kind: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep import Accelerator, BoundedStaleness
 from train import problems
 
 LEARNING_RATE, MOMENTUM, ROWS = 0.1, 0.8, 5
@@ -53,6 +54,22 @@ def distance(actual: Tensors, expected: Tensors) -> float:
 
 def are_equal(states: list[Tensors]) -> bool:
     return all(torch.equal(state[name], states[0][name]) for state in states for name in states[0])
+
+
+def prepared(
+    model: nn.Module, make_optimizer: Any = make_sgd
+) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True)
+    return accelerator, *accelerator.prepare(model, make_optimizer(model))
+
+
+def learn(accelerator: Accelerator, model: nn.Module, optimizer: Any, block: Any, number: int) -> None:
+    """One step of a rank, inside of a block."""
+    accelerator.backward(loss_of(model, accelerator.process_index, number))
+    if not isinstance(block, BoundedStaleness):
+        optimizer.step()
+    block.step()
+    optimizer.zero_grad()
 
 
 def wait_for(path: Path) -> None:

@@ -17,15 +17,10 @@ PLAIN = partial(torch.optim.SGD, lr=1.0)
 
 
 def train(block: Any, steps: int = 7) -> Tensors:
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_model()
-    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
+    accelerator, model, optimizer = problem.prepared(problem.make_model())
     with block(accelerator, model) as rounds:
         for number in range(steps):
-            accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
-            optimizer.step()
-            rounds.step()
-            optimizer.zero_grad()
+            problem.learn(accelerator, model, optimizer, rounds, number)
         if steps % 3 == 0:  # it ended with a meeting
             assert rounds.ranks_agree
     return problem.tensors(model)
@@ -68,11 +63,6 @@ def test_with_plain_sgd_of_learning_rate_1_it_is_local_sgd(run_distributed) -> N
     assert problem.are_equal(ends)
 
 
-def test_no_outer_step_follows_a_round_that_has_just_ended(run_distributed) -> None:
-    (end, _) = run_distributed(train, 2, partial(DiLoCo, steps=3), steps=6)
-    assert problem.distance(end, simulate(2, 6, 3)) < 2e-6
-
-
 def run_with_stop(folder: Path, block: Any, resumed: bool, stop: int, steps: int) -> Tensors:
     """Save after ``stop`` steps and go on; or start with other weights, load, and make the steps after it."""
     accelerator = Accelerator(cpu=True)
@@ -89,10 +79,7 @@ def run_with_stop(folder: Path, block: Any, resumed: bool, stop: int, steps: int
         assert rounds.num_steps == stop
     with rounds:
         for number in range(stop if resumed else 0, steps):
-            accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
-            optimizer.step()
-            rounds.step()
-            optimizer.zero_grad()
+            problem.learn(accelerator, model, optimizer, rounds, number)
             if number + 1 == stop and not resumed:
                 accelerator.save_state(folder)
     return problem.tensors(model)

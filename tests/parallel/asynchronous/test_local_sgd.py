@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lockstep import Accelerator, LocalSGD
-from lockstep.parallel import buckets
 from parallel.asynchronous import problem
 from parallel.asynchronous.problem import Tensors, Worker
 
@@ -72,34 +71,6 @@ def test_parameters_and_running_statistics_are_those_of_copies_averaged_by_hand(
     assert all(result["syncs"] for result in results)  # gradients are averaged again after the block
 
 
-def test_ranks_differ_between_meetings(run_distributed) -> None:
-    results = run_distributed(train, 2, 3, 3)
-    assert problem.distance(results[0]["before_last"], results[1]["before_last"]) > 1e-3
-
-
-def test_with_momentum_free_sgd_and_a_meeting_at_each_step_it_is_synchronous_training(
-    run_distributed,
-) -> None:
-    for result in run_distributed(each_step_is_synchronous, 2):
-        assert result < 1e-6
-
-
-def each_step_is_synchronous() -> float:
-    ends = []
-    for enabled in (True, False):
-        accelerator = Accelerator(cpu=True)
-        model = problem.make_plain_model()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with LocalSGD(accelerator, model, 1, enabled) as local_sgd:
-            for number in range(5):
-                accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
-                optimizer.step()
-                local_sgd.step()
-                optimizer.zero_grad()
-        ends.append(problem.tensors(model))
-    return problem.distance(*ends)
-
-
 def test_one_process_trains_as_without_it(run_distributed) -> None:
     (result,) = run_distributed(train, 1, 4, 2)
     worker = Worker(0)
@@ -107,16 +78,6 @@ def test_one_process_trains_as_without_it(run_distributed) -> None:
         worker.step([number])
     assert problem.distance(result["end"], problem.tensors(worker.model)) < 1e-6
     assert result["averaged_bytes"] == 0
-
-
-def test_buckets_hold_every_tensor_once_in_order_and_are_not_larger_than_asked() -> None:
-    sizes = [3, 100, 1, 1, 30, 7, 250, 2]
-    tensors = [torch.zeros(n, dtype=torch.float64 if n == 7 else torch.float32) for n in sizes]
-    found = list(buckets(tensors, limit_bytes=400))
-    assert sorted(id(t) for bucket in found for t in bucket) == sorted(map(id, tensors))
-    assert all(len({t.dtype for t in bucket}) == 1 for bucket in found)
-    assert all(len(bucket) == 1 or sum(t.nbytes for t in bucket) <= 400 for bucket in found)
-    assert [[t.numel() for t in b] for b in found] == [[3], [100], [1, 1, 30], [250], [2], [7]]
 
 
 def half_means() -> list[Any]:

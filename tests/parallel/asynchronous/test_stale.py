@@ -138,9 +138,7 @@ def test_updates_are_those_of_late_gradients_applied_by_hand(
 
 def run_ahead(staleness: int, folder: Path, begun: int, steps: int) -> dict[str, Any]:
     """Rank 1 stops before its step ``begun`` until rank 0 has computed ``staleness`` gradients more than it."""
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_plain_model()
-    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
+    accelerator, model, optimizer = problem.prepared(problem.make_plain_model())
     rank = accelerator.process_index
     waits: list[int] = []
     with BoundedStaleness(accelerator, model, optimizer, staleness) as stale:
@@ -213,9 +211,7 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_branches() -> Tensors:
-    accelerator = Accelerator(cpu=True)
-    model = branches()
-    model, optimizer = accelerator.prepare(model, decayed(model))
+    accelerator, model, optimizer = problem.prepared(branches(), decayed)
     with BoundedStaleness(accelerator, model, optimizer, 0) as stale:
         for number in range(3):
             accelerator.backward(branches_loss(model, accelerator.process_index, number))
@@ -243,17 +239,12 @@ def test_unused_frozen_and_mixed_parameters_are_stepped_as_in_one_process(run_di
 
 def save_and_go_on(folder: Path, resumed: bool) -> Tensors:
     """Save after 4 of 9 steps, in which the block goes on; or load that and make the last 5."""
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_plain_model()
-    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
-    rank = accelerator.process_index
+    accelerator, model, optimizer = problem.prepared(problem.make_plain_model())
     if resumed:
         accelerator.load_state(folder)
     with BoundedStaleness(accelerator, model, optimizer, 0) as stale:
         for number in range(4 if resumed else 0, 9):
-            accelerator.backward(problem.loss_of(model, rank, number))
-            stale.step()
-            optimizer.zero_grad()
+            problem.learn(accelerator, model, optimizer, stale, number)
             if number == 3:
                 stale.synchronize()
                 assert stale.updates_missing == 0
@@ -267,17 +258,12 @@ def test_a_state_saved_after_synchronize_goes_on_bit_for_bit(run_distributed, tm
 
 
 def late_save() -> list[Any]:
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_plain_model()
-    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
-    rank = accelerator.process_index
+    accelerator, model, optimizer = problem.prepared(problem.make_plain_model())
     found: list[Any] = []
     for _ in range(2):  # a block may be entered again
         with BoundedStaleness(accelerator, model, optimizer, 3) as stale:
             for number in range(5):
-                accelerator.backward(problem.loss_of(model, rank, number))
-                stale.step()
-                optimizer.zero_grad()
+                problem.learn(accelerator, model, optimizer, stale, number)
             stale.synchronize()
             found.append(problem.tensors(model))
             accelerator.wait_for_everyone()
@@ -300,42 +286,16 @@ def test_a_report_counts() -> None:
     )
 
 
-def claim_to_be_older() -> str:
-    """Rank 1 says of its third gradient that it was computed on parameters of seven updates before."""
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_plain_model()
-    model, optimizer = accelerator.prepare(model, problem.make_sgd(model))
-    try:
-        with BoundedStaleness(accelerator, model, optimizer, 2) as stale:
-            for number in range(4):
-                accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
-                if number == 2 and accelerator.process_index == 1:
-                    stale._computed_on = number - 7
-                stale.step()
-                optimizer.zero_grad()
-    except AssertionError as error:
-        return problem.message_of(error)
-    return "nothing was raised"
-
-
-def test_a_staleness_above_the_bound_is_an_error(run_distributed) -> None:
-    for said in run_distributed(claim_to_be_older, 2):
-        assert "7] is above the bound 2" in said
-
-
 def tensor_learning_rate() -> bool:
     """Whether an optimizer whose learning rate is a tensor still has that same tensor afterwards."""
-    accelerator = Accelerator(cpu=True)
-    model = problem.make_plain_model()
     rate = torch.tensor(0.1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+    accelerator, model, optimizer = problem.prepared(
+        problem.make_plain_model(), lambda model: torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+    )
     held = optimizer.param_groups[0]["lr"]
-    model, optimizer = accelerator.prepare(model, optimizer)
     with BoundedStaleness(accelerator, model, optimizer, 1) as stale:
         for number in range(3):
-            accelerator.backward(problem.loss_of(model, accelerator.process_index, number))
-            stale.step()
-            optimizer.zero_grad()
+            problem.learn(accelerator, model, optimizer, stale, number)
     return optimizer.param_groups[0]["lr"] is held
 
 

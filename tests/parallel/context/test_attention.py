@@ -188,16 +188,6 @@ def test_the_plain_kernel_gives_what_the_flash_kernel_gives(causal: bool) -> Non
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_odd_chunks_are_dealt_out_and_joined(size: int) -> None:
-    whole = torch.arange(3 * size)
-    layouts = [SequenceLayout(None, size, rank, head_tail=True) for rank in range(size)]  # type: ignore[arg-type]
-    held = torch.stack([layout.local(whole, 0) for layout in layouts])
-    assert held[0].tolist() == [0, 1, 3 * size - 1]
-    assert layouts[0].joined(held, 0).tolist() == whole.tolist()
-    assert torch.equal(layouts[0].shard_of(whole, 0), held)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
 def test_head_and_tail_give_every_rank_the_same_number_of_pairs(size: int) -> None:
     """Pairs of a query and a key that it sees, counted one by one."""
     length = 4 * size

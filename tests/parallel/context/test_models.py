@@ -102,64 +102,6 @@ def test_torchs_encoder(run_distributed: Callable[..., list[Any]], method: str) 
 # -- arguments, precision, checkpointing of the user's own ------------------------------------------------------
 
 
-class Rotary(nn.Module):
-    """Attention by hand-rotated positions; tables and a per-sample scale are arguments. Without heads: 3-D."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(
-        self, x: Tensor, positions: dict[str, Tensor], scale: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q, k = (t * positions["cos"] + t.roll(1, -1) * positions["sin"] for t in (q, k))
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True) * scale[:, None, None], positions
-
-
-class WithTables(nn.Module):
-    """The width equals the length of the sequence, and the batch that of a chunk: shapes alone say little."""
-
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.angles = nn.Parameter(torch.randn(WIDTH))
-        self.layers = nn.ModuleList(Rotary() for _ in range(3))
-        self.checkpointed = checkpointed
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.embed(tokens), 0.0)
-        turned = torch.arange(tokens.shape[1])[:, None] * self.angles  # [S, width]
-        positions = {"cos": turned.cos()[None], "sin": turned.sin()[None]}
-        scale = torch.linspace(0.5, 1.5, tokens.shape[0])
-        for layer in self.layers:
-            call = (
-                (lambda *a, layer=layer: checkpoint(layer, *a, use_reentrant=False))
-                if self.checkpointed
-                else layer
-            )
-            x, positions = call(x, positions, scale)
-        return x
-
-
-def tables_agree() -> None:
-    assert WIDTH == LENGTH
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        plain = WithTables(checkpointed)
-        tokens = make_batches(1, rows=LENGTH // 2)[0]
-        assert_same(plain, splits(plain, "ring"), lambda model: model(tokens))  # noqa: B023
-    with torch.autocast("cpu", torch.bfloat16):
-        # Against bf16 in one process, whose rounding differs; fp32 is as far from it.
-        assert_same(plain, splits(plain, "ring"), lambda model: model(tokens).float(), tolerance=2e-2)
-
-
-def test_arguments_along_the_sequence_are_split_and_others_not(
-    run_distributed: Callable[..., list[Any]],
-) -> None:
-    run_distributed(tables_agree, 2)
-
-
 # -- several chains of blocks ------------------------------------------------------------------------------------
 
 
@@ -286,19 +228,6 @@ def calls_without_gradients(method: str) -> None:
 
 def test_evaluation_generation_and_copies(run_distributed: Callable[..., list[Any]]) -> None:
     run_distributed(calls_without_gradients, 2, "ring")
-
-
-def masked_llamas_agree() -> None:
-    """A padding mask of transformers, with Ulysses; labels of padding are left out of the loss."""
-    plain = make_llama(1)
-    split = splits(plain, "ulysses")
-    tokens = make_batches(1, rows=2)[0]
-    seen = (torch.arange(LENGTH)[None] < torch.tensor([[LENGTH], [9]])).long()
-    assert_same(plain, split, lambda model: model(tokens, attention_mask=seen).logits * seen[..., None])
-
-
-def test_a_padding_mask_with_ulysses(run_distributed: Callable[..., list[Any]]) -> None:
-    run_distributed(masked_llamas_agree, 2)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------

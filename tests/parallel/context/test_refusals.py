@@ -21,7 +21,6 @@ from tests.parallel.split_problem import make_batches, make_gpt, make_llama
 from tests.refusals import expect_refusal
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 8, 3, 12
-TABLE = torch.randn(32, WIDTH)
 
 
 def heads(x: Tensor) -> Tensor:

@@ -59,10 +59,8 @@ Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 LOSSES: dict[str, Loss] = {
     "forward by its name": lambda model, x, y: F.mse_loss(model.forward(x), y),
     "module": lambda model, x, y: F.mse_loss(inner(model)(x), y),
-    "forward of the module": lambda model, x, y: F.mse_loss(inner(model).forward(x), y),
     "parts": lambda model, x, y: F.mse_loss(head_alone(model, x), y),
     "both": lambda model, x, y: F.mse_loss(model(x), y) + F.mse_loss(head_alone(model, x), y),
-    "both, the module first": lambda model, x, y: F.mse_loss(inner(model)(x), y) + F.mse_loss(model(x), y),
     "features and a penalty": lambda model, x, y: (
         F.mse_loss(model(x), y) + inner(model).features(x).square().mean()
     ),
@@ -99,16 +97,13 @@ def train(run: Any, loop: str) -> dict[str, torch.Tensor]:
     loss_of = LOSSES.get(name, LOSSES["module"])
     for step in range(STEPS):
         x, y = rows(run, step)
-        if (kind == "evaluation first" and step == 0) or kind == "evaluation in each step":
+        if kind == "evaluation first" and step == 0:
             evaluate(model, x)
-        if (kind == "one step of the model first" and step == 0) or (kind == "in turn" and step % 2):
+        if kind == "in turn" and step % 2:
             learn(run, optimizer, F.mse_loss(model(x), y))
         elif kind == "two backwards":
             run.backward(loss_of(model, x, y))
             learn(run, optimizer, LOSSES["parts"](model, x, y))
-        elif kind == "two backwards, one of the model":
-            run.backward(F.mse_loss(model(x), y))
-            learn(run, optimizer, loss_of(model, x, y))
         elif kind == "a forward without a backward":
             model(x)
             learn(run, optimizer, loss_of(model, x, y))
@@ -122,9 +117,6 @@ def train(run: Any, loop: str) -> dict[str, torch.Tensor]:
             with run.no_sync(model):
                 run.backward(loss_of(model, x, y))
             learn(run, optimizer, loss_of(model, x.flip(0), y.flip(0)))
-        elif kind == "frozen in turn":
-            plain.head.requires_grad_(step % 2 == 0)
-            learn(run, optimizer, loss_of(model, x, y))
         elif kind == "clipped":
             run.backward(loss_of(model, x, y))
             clip_and_step(run, model, optimizer)
@@ -154,16 +146,9 @@ PLAIN_LOOPS = [f"each step: {name}" for name in LOSSES]
 LOOPS = [
     *PLAIN_LOOPS,
     *(f"evaluation first: {name}" for name in ("forward by its name", "module", "parts")),
-    *(f"evaluation in each step: {name}" for name in ("module", "parts")),
-    *(f"one step of the model first: {name}" for name in ("module", "parts")),
-    *(
-        "in turn: module",
-        "in turn: parts",
-        "two backwards: module",
-        "two backwards, one of the model: module",
-    ),
+    *("in turn: module", "two backwards: module"),
     *("a forward without a backward: module", "window: module", "window: parts", "no_sync: module"),
-    *("frozen in turn: module", "clipped: parts", "put back: module", "put back: forward by its name"),
+    *("clipped: parts", "put back: module", "put back: forward by its name"),
     *("unused part: ", "put back: both"),
 ]
 ON_SHARDS = [

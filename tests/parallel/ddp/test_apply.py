@@ -166,61 +166,6 @@ def test_options_reach_ddp_and_attributes_of_the_model_show_through(run_distribu
     }
 
 
-def train_branches() -> dict[str, torch.Tensor]:
-    options = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    plain = Branches()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    for i in range(4):
-        rows, labels = problems.make_rows(accelerator.process_index, i, 4)
-        accelerator.backward(F.cross_entropy(model(rows, second=i % 2 == 1), labels))
-        optimizer.step()
-        optimizer.zero_grad()
-    return problems.parameters(plain)
-
-
-def test_parts_that_a_forward_does_not_use_are_no_problem_when_announced(run_distributed) -> None:
-    plain = Branches()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for i in range(4):
-        parts = [problems.make_rows(rank, i, 4) for rank in range(2)]
-        rows, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-        F.cross_entropy(plain(rows, second=i % 2 == 1), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for actual in run_distributed(train_branches, 2):
-        assert problems.difference(actual, problems.parameters(plain)) < 1e-6
-
-
-def static_graph(accumulation: int) -> dict[str, torch.Tensor]:
-    options = DistributedDataParallelKwargs(static_graph=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, kwargs_handlers=[options])
-    plain = problems.make_model()
-    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    for i in range(3 * accumulation):
-        rows, labels = problems.make_rows(accelerator.process_index, i, 4)
-        with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(rows), labels))
-            optimizer.step()
-            optimizer.zero_grad()
-    return problems.parameters(plain)
-
-
-@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 3), (4, 1)])
-def test_a_static_graph_accumulates_as_any_other(run_distributed, world_size: int, accumulation: int) -> None:
-    plain = problems.make_model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        for i in range(step * accumulation, (step + 1) * accumulation):
-            parts = [problems.make_rows(rank, i, 4) for rank in range(world_size)]
-            rows, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-            (F.cross_entropy(plain(rows), labels) / accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for actual in run_distributed(static_graph, world_size, accumulation):
-        assert problems.difference(actual, problems.parameters(plain)) < 1e-6
-
-
 def what_becomes_of_models() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     frozen, half, evaluated = problems.make_model(), problems.make_model(), problems.make_model()

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel.plain import difference as difference
+
 FEATURES, WIDTH, HIDDEN, EXPERTS, CLASSES, LENGTH = 6, 12, 20, 4, 5, 3
 
 
@@ -137,12 +139,3 @@ def train_plainly(top_k: int, factor: float | None, steps: int) -> Result:
         result.tokens_per_expert = model.blocks[0].tokens_per_expert
         result.dropped.append(model.blocks[0].dropped)
     return result
-
-
-def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of any tensor, norm-wise."""
-    assert actual.keys() == expected.keys()
-    return max(
-        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)).item()
-        for name in expected
-    )

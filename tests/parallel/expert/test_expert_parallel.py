@@ -225,25 +225,6 @@ def test_each_layer_sends_its_rows_four_times_and_three_small_messages(
         assert sent[layer] == received[layer] == pytest.approx(kept * WIDTH * nbytes, abs=4 * WIDTH * bf16)
 
 
-def recomputed() -> list[str]:
-    """The collectives of a backward through recomputed blocks, the last of which has nothing to send elsewhere."""
-    spread = Spread(lambda: Net(lambda: MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 1)), ep=2)
-    for block in spread.model.blocks:
-        with torch.no_grad():
-            block.router.weight.zero_()  # everything goes to expert 0
-    apply_activation_checkpointing(spread.model, Activation.FULL, dict(spread.model.blocks.named_children()))
-    loss = problem.task_loss(spread.model, *spread.mine(problem.batch(0)))
-    with CommCounter() as counter:
-        (loss + load_balance_loss(spread.model)).backward()
-    return [one.operation for one in counter.records]
-
-
-def test_recomputing_repeats_the_collectives_in_one_order_on_all_ranks(run_distributed: Any) -> None:
-    first, second = run_distributed(recomputed, 2)
-    assert first == second
-    assert [first.count(name) for name in ("all_gather", "all_to_all", "all_reduce")] == [2, 2 * 4, 2 * 2]
-
-
 def evaluation() -> dict[str, list[str]]:
     found = {}
     for ep in (1, 2):

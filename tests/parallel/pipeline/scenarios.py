@@ -73,45 +73,6 @@ def schedules() -> dict[str, Any]:
     return found
 
 
-def four_stages() -> dict[str, Any]:
-    return trained("1f1b", 8)
-
-
-def llama(schedule: str) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=problem.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-    )
-    plain = seeded(lambda: LlamaForCausalLM(config))
-    model = pipeline(seeded(lambda: LlamaForCausalLM(config)), PipelineOptions(Schedule(schedule)))
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(input_ids=batch, labels=batch).loss
-
-    # Larger steps let rounding grow tenfold from step to step, on one process too.
-    expected = problem.train(plain, plain.named_parameters, loss, rate=1e-3)
-    got = problem.train(model, model.held_parameters, loss, rate=1e-3)
-    rows = next(problem.tokens(1, rows=3))
-    mask = torch.ones_like(rows)
-    mask[0, :5] = 0
-    with torch.no_grad():
-        wanted = plain.eval()(input_ids=rows, attention_mask=mask).logits
-        seen = model.eval()(input_ids=rows, attention_mask=mask).logits
-    return {
-        "difference": problem.difference(got, expected),
-        "logits": torch.allclose(seen, wanted, atol=1e-3),
-        "names": [name for name, _ in model.held_parameters()],
-    }
-
-
 def loops() -> dict[str, Any]:
     """Gradients of loops with several forwards, against the same loop on one process."""
     plain, model = seeded(GPT), pipeline(seeded(GPT), PipelineOptions(micro_batches=4))
@@ -225,42 +186,6 @@ def _recomputed() -> float:
     inside(plain, batch).backward()
     inside(model, batch).backward()
     return problem.gradient_difference(problem.gradients(model), problem.gradients(plain))
-
-
-def whole_of(gradient: Any) -> Tensor:
-    whole: Tensor = gradient.full_tensor()
-    return whole
-
-
-def sharded() -> dict[str, tuple[float, float]]:
-    """Two stages, each sharded over two ranks by torch's fully_shard."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    start_runtime(cpu=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-    plain = seeded(GPT)
-    expected = problem.train(plain, plain.named_parameters, inside, steps=3)
-    found = {}
-    last = problem.schedules("interleaved", "zero_bubble")[-1]
-    for word, how in (("1f1b", inside), ("1f1b", outside), (last, in_steps)):
-        model = seeded(GPT)
-        piped = split_model(model, find_blocks(model), mesh["pp"], PipelineOptions(Schedule(word), 4))
-
-        def shard(piped: PipelineModel = piped) -> None:
-            for stage in piped.stage_modules():
-                for block in piped.blocks_of(stage).values():
-                    fully_shard(block, mesh=mesh["shard"])
-                fully_shard(stage, mesh=mesh["shard"])
-
-        piped.on_settled(shard)
-        values, gradients = problem.train(piped, piped.held_parameters, how, steps=3)
-        whole = [{name: whole_of(g) for name, g in step.items()} for step in gradients]
-        found[f"{word} {how.__name__}"] = problem.difference((values, whole), expected)
-        with torch.no_grad():
-            rows = next(problem.tokens(1, rows=2))
-            found[f"{word} {how.__name__}, evaluated"] = ((piped(rows) - plain(rows)).abs().max().item(), 0.0)
-    return found
 
 
 class Collects(GPT):

@@ -16,7 +16,6 @@ from lockstep.parallel.pipeline import (
     ModelCall,
     argument_names,
     balanced,
-    block_seconds,
     count_for_evaluation,
     count_for_training,
     find_batch,
@@ -102,22 +101,6 @@ def test_dim_0_is_the_batch_unless_it_is_stated() -> None:
 
 def test_evaluation_takes_any_batch() -> None:
     assert [count_for_evaluation(4, batch, 2) for batch in (8, 6, 5, 3, 1)] == [4, 3, 1, 3, 1]
-
-
-def test_blocks_are_timed_one_by_one() -> None:
-    class Sleeps(torch.nn.Module):
-        def __init__(self, seconds: float) -> None:
-            super().__init__()
-            self.seconds = seconds
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(self.seconds)
-            return x
-
-    model = torch.nn.Sequential(Sleeps(0.03), Sleeps(0.005))
-    seconds = block_seconds(model, dict(model.named_children()), torch.zeros(1))
-    assert seconds["0"] >= 0.03 and seconds["1"] >= 0.005
-    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
 
 
 def test_names_to_split_at_follow_from_the_times() -> None:

@@ -58,28 +58,6 @@ def test_every_schedule_trains_as_one_process_does(run_distributed: Any) -> None
     assert orders[0][:4] == [("F", 0), ("F", 1), ("B", 0), ("F", 2)]
 
 
-def test_four_ranks_train_as_one_process_does(run_distributed: Any) -> None:
-    results = run_distributed(scenarios.four_stages, 4, timeout_s=180)
-    assert all(agrees(one["difference"]) for one in results)
-    assert [one["tied"] for one in results] == [{"token.weight": [0, 3]}] * 4
-
-
-def test_stages_can_be_sharded(run_distributed: Any) -> None:
-    for results in run_distributed(scenarios.sharded, 4, timeout_s=180):
-        evaluated = {name: value for name, value in results.items() if name.endswith("evaluated")}
-        assert {
-            name: value for name, value in results.items() if not agrees(value)
-        }.keys() <= evaluated.keys()
-        assert all(value[0] < 1e-4 for value in evaluated.values())  # after steps of AdamW
-
-
-def test_llama_of_transformers_trains_as_on_one_process(run_distributed: Any) -> None:
-    results = run_distributed(scenarios.llama, 2, "1f1b", timeout_s=180)
-    assert all(agrees(one["difference"]) for one in results)
-    assert all(one["logits"] for one in results)
-    assert all("model.embed_tokens.weight" in one["names"] for one in results)
-
-
 def test_loops_with_several_forwards_have_one_process_gradients(run_distributed: Any) -> None:
     first, second = run_distributed(scenarios.loops, 2, timeout_s=120)
     assert [first.pop("last is None"), second.pop("last is None")] == [True, False]

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.plain import difference as difference
+from parallel.plain import full as whole
+
 VOCABULARY, LENGTH, BATCH, WIDTH, LAYERS, HEADS = 61, 16, 4, 32, 2, 4
 
 
@@ -113,11 +116,6 @@ class Result:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def whole(tensor: Any) -> Tensor:
-    """Gathered by torch."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 def train(
     model: nn.Module,
     steps: int = 8,
@@ -140,14 +138,6 @@ def train(
             adam.step()
             adam.zero_grad()
     return result
-
-
-def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of any tensor, norm-wise."""
-    assert actual.keys() == expected.keys()
-    return max(
-        ((actual[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)).item() for n in expected
-    )
 
 
 def loss_difference(actual: list[float], expected: list[float]) -> float:

@@ -10,51 +10,13 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.config import Activation
 from lockstep.errors import UsageError
-from lockstep.model import find_blocks
-from lockstep.parallel import apply_activation_checkpointing
-from lockstep.parallel.tensor import TensorOptions, tensor_parallel, zero_placement
+from lockstep.parallel.tensor import TensorOptions, tensor_parallel
 from lockstep.runtime import start_runtime
 from parallel.tensor import problem
 from tests.refusals import expect_refusal
 
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
-
-
-def sharded(kind: str, options: dict[str, Any]) -> tuple[problem.Result, Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    start_runtime(cpu=True)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model = problem.make_model(kind)
-    blocks = find_blocks(model)
-    tensor_parallel(model, mesh["tp"], TensorOptions(**options))
-    apply_activation_checkpointing(model, Activation.FULL, blocks)
-    for block in (*blocks.values(), model):
-        fully_shard(block, mesh=mesh["shard"], shard_placement_fn=zero_placement)
-    data_rank = mesh["shard"].get_local_rank()
-    half = problem.BATCH // 2
-    result = problem.train(model, steps=3, rows=slice(half * data_rank, half * (data_rank + 1)))
-    losses = torch.tensor(result.losses)
-    torch.distributed.all_reduce(losses, group=mesh["shard"].get_group())
-    result.losses = (losses / 2).tolist()
-    sizes = {name: (p.to_local().numel(), p.numel()) for name, p in model.named_parameters() if p.dim() == 2}
-    return result, sizes
-
-
-@pytest.mark.parametrize("kind", ["gpt", "tied-llama"])
-def test_on_two_axes_parameters_are_split_twice_and_numbers_stay(run_distributed, kind: str) -> None:
-    expected = problem.train(problem.make_model(kind), steps=3)
-    for result, sizes in run_distributed(sharded, 4, kind, BOTH, timeout_s=150):
-        assert problem.loss_difference(result.losses, expected.losses) < 5e-6
-        assert result.norms == pytest.approx(expected.norms, rel=1e-5)
-        assert problem.difference(result.gradients, expected.gradients) < 1e-5
-        split = [(part, size) for name, (part, size) in sizes.items() if "position" not in name]
-        assert sum(part for part, _ in split) / sum(size for _, size in split) == pytest.approx(
-            0.25, rel=0.05
-        )
 
 
 def various() -> dict[str, Any]:
@@ -130,29 +92,6 @@ def test_it_composes_and_can_be_looked_at(run_distributed) -> None:
         assert found["class"] == ("GPT", True)
         assert found["generated"] == generated
         assert found["frozen"]
-
-
-def compiled() -> list[problem.Result]:
-    torch.set_num_threads(1)
-    start_runtime(cpu=True)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    results = []
-    for options in ({}, BOTH):
-        model = problem.make_model("gpt")
-        blocks = find_blocks(model)
-        tensor_parallel(model, mesh, TensorOptions(**options))
-        for block in blocks.values():
-            block.compile(backend="eager", fullgraph=True)
-        results.append(problem.train(model, steps=2))
-    return results
-
-
-def test_blocks_compile_in_one_graph(run_distributed) -> None:
-    expected = problem.train(problem.make_model("gpt"), steps=2)
-    for results in run_distributed(compiled, 2, timeout_s=150):
-        for result in results:
-            assert problem.loss_difference(result.losses, expected.losses) < 5e-6
-            assert problem.difference(result.gradients, expected.gradients) < 1e-5
 
 
 class Block(nn.Module):

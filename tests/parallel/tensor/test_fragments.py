@@ -6,27 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor import make_plan
+from parallel.context.comparing import Result, fast_and_all, verdicts, what_is_wrong
 from parallel.tensor import problem
 from parallel.tensor.fragments import FAST, FRAGMENTS, WIDTH, make_model
 from tests.frozen.verdicts import hold
 
 
-def run(model: nn.Module, plain: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def run(model: nn.Module, plain: nn.Module | None = None) -> Result:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(2, 6, WIDTH, generator=numbers)
     target = torch.randn(2, 6, WIDTH, generator=numbers)
-    y = model(x)
-    (y - target).square().mean().backward()
+    loss = (model(x) - target).square().mean()
+    loss.backward()
     gradients = {
         name: torch.zeros_like(problem.whole(p)) if p.grad is None else problem.whole(p.grad)
         for name, p in (plain or model).named_parameters()
     }
-    return y.detach(), gradients
+    return loss.item(), gradients
 
 
 def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[str, Any]:
@@ -51,42 +52,24 @@ def split(names: list[str], is_compiled: bool = False, ranks: int = 2) -> dict[s
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST, id="fast"),
-        pytest.param(
-            tuple(name for name in FRAGMENTS if name not in FAST), id="all", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
+@pytest.mark.parametrize("names", fast_and_all(FAST, FRAGMENTS))
 def test_each_fragment_equals_itself_in_one_process(
     run_distributed, names: tuple[str, ...], ranks: int
 ) -> None:
     expected = {name: run(make_model(name)) for name in names}
-    wrong = []
-    verdicts: list[dict[str, tuple[str, str]]] = []
-    for rank, found in enumerate(run_distributed(split, ranks, list(names), False, ranks, timeout_s=240)):
-        verdicts.append({})
-        for name in names:
-            layers, result = found[name]
-            refused = FRAGMENTS[name].refused
-            if isinstance(result, str):
-                is_right = (refused in result and refused != "") or "This rank stops with it." in result
-                verdicts[rank][name] = ("refused" if is_right else "differs", result)
-            else:
-                apart = problem.difference(result[1], expected[name][1])
-                is_right = torch.allclose(result[0], expected[name][0], 1e-4, 1e-5) and apart <= 1e-4
-                is_right &= not refused
-                verdicts[rank][name] = (
-                    "equal" if is_right else "differs",
-                    f"gradients are off by {apart:.2g}",
-                )
-            if not is_right:
-                wrong.append(f"{name} on rank {rank}: {verdicts[rank][name]}")
-            if layers != 2 * FRAGMENTS[name].split:
-                wrong.append(f"{name}: {layers} layers of it are split")
-    hold(f"tensor, {ranks} ranks", verdicts)
+    refused = {
+        name: f"{FRAGMENTS[name].refused}|This rank stops with it."
+        for name in names
+        if FRAGMENTS[name].refused
+    }
+    wrong, of_ranks = [], []
+    for found in run_distributed(split, ranks, list(names), False, ranks, timeout_s=240):
+        results = {name: result for name, (_, result) in found.items()}
+        of_ranks.append(verdicts(results, expected, problem.difference, 1e-5, 1e-4))
+        wrong += what_is_wrong(of_ranks[-1], refused)
+        layers = {name: count for name, (count, _) in found.items()}
+        assert layers == {name: 2 * FRAGMENTS[name].split for name in names}
+    hold(f"tensor, {ranks} ranks", of_ranks)
     assert not wrong, "\n".join(wrong)
 
 

@@ -15,7 +15,7 @@ from lockstep import Accelerator
 from lockstep.errors import UsageError
 from parallel.tensor import problem
 
-WIDTH, HIDDEN, HEADS = 8, 16, 4
+WIDTH, HIDDEN = 8, 16
 Taken = list[Tensor]
 Hooked = Callable[["Net", Taken], object]
 Term = Callable[[Tensor], Tensor]
@@ -41,36 +41,15 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # A bias of keys changes nothing: its gradient would be made of rounding.
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True)
-        )
-        self.heads = HEADS
-        self.scores: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        q, k, v = (
-            layer(x).view(b, n, self.heads, WIDTH // HEADS).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        self.scores = (q @ k.mT).softmax(-1)
-        return x + self.o((self.scores @ v).transpose(1, 2).reshape(b, n, -1))
-
-
 class Net(nn.Module):
     def __init__(self, kept: Term | None = None) -> None:
         super().__init__()
         self.first = nn.Linear(4, WIDTH)
-        self.attention = Attention()
         self.layers = nn.ModuleList(Block(kept) for _ in range(2))
         self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(self.first(x))
+        x = self.first(x)
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
@@ -92,10 +71,6 @@ def by_pre_hook(find: Callable[[Block], nn.Module], term: Term) -> Hooked:
     return add
 
 
-def entropy(p: Tensor) -> Tensor:
-    return -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
-
-
 def mean_square(h: Tensor) -> Tensor:
     return h.square().mean()
 
@@ -114,9 +89,6 @@ OUT: dict[str, Hooked] = {
     "hook of the column layer": by_hook(lambda b: b.up, mean_square),
     "hook of the activation": by_hook(lambda b: b.act, lambda h: h.abs().mean()),
     "hook before the row layer": by_pre_hook(lambda b: b.down, mean_square),
-    "hook of queries": lambda net, taken: net.attention.q.register_forward_hook(
-        lambda m, a, out: taken.append(mean_square(out))
-    ),
     "hook that takes one feature": by_hook(lambda b: b.act, lambda h: h[..., 0].square().mean()),
     "hook with a margin": by_hook(lambda b: b.act, lambda h: F.relu(h - 0.1).mean()),
 }
@@ -125,13 +97,9 @@ WHOLE: dict[str, Hooked] = {
     "hook of the norm": by_hook(lambda b: b.norm, lambda h: h.abs().mean()),
     "hook of the row layer": by_hook(lambda b: b.down, mean_square),
     "hook before the column layer": by_pre_hook(lambda b: b.up, mean_square),
-    "hook of attention": lambda net, taken: net.attention.register_forward_hook(
-        lambda m, a, out: taken.append(mean_square(out))
-    ),
 }
 LATER = "after some steps"
-SCORES = "entropy of attention"
-REFUSED = [*KEPT, *OUT, LATER, SCORES]
+REFUSED = [*KEPT, *OUT, LATER]
 
 
 def trained(
@@ -150,9 +118,7 @@ def trained(
         loss = model(x).square().mean()
         # The weight of the term grows.
         weight = 1.0 if name != LATER else max(step - 1, 0)
-        if name == SCORES:
-            loss = loss + entropy(net.attention.scores)
-        elif taken:
+        if taken:
             loss = loss + torch.stack(taken).sum()
         elif weight and net.layers[0].term is not None:
             loss = loss + weight * sum(layer.term for layer in net.layers)
@@ -195,8 +161,7 @@ def test_a_loss_of_what_is_whole_has_plain_torchs_gradients(run_distributed: Any
 
 
 def test_a_loss_of_features_is_right_on_one_process() -> None:
-    for name in ("mean of absolutes", SCORES):
-        accelerator = Accelerator(cpu=True)
-        found = trained(name, accelerator.prepare, accelerator.backward)
-        assert problem.difference(found, expected(name)) == 0
-        accelerator.free_memory()
+    accelerator = Accelerator(cpu=True)
+    found = trained("mean of absolutes", accelerator.prepare, accelerator.backward)
+    assert problem.difference(found, expected("mean of absolutes")) == 0
+    accelerator.free_memory()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import swa_utils
 
 from lockstep import Accelerator
 from lockstep.errors import UsageError
+from parallel.plain import full as whole
 
 Values = list[torch.Tensor]
 
@@ -98,10 +98,6 @@ def train(
     ]
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def problems(stage: int) -> list[str]:
     found = []
     accelerator = Accelerator(cpu=True, parallel=f"zero={stage} blocks=Linear")
@@ -128,19 +124,6 @@ def problems(stage: int) -> list[str]:
                     found.append(f"{name}, {'before' if early else 'after'} prepare: {what}")
             accelerator.free_memory()
     return found
-
-
-def gradients_are_left_alone() -> list[str]:
-    """A whole tensor beside a shard in a loss: what torch says."""
-    accelerator = Accelerator(cpu=True, parallel="zero=3 blocks=Linear")
-    model = net()
-    anchor = copy.deepcopy(model[0].weight.detach())
-    model = accelerator.prepare(model)
-    try:
-        _ = (anchor * model[0].weight).sum()
-    except RuntimeError as error:
-        return [str(error)]
-    return []
 
 
 def on_another_mesh() -> list[str]:

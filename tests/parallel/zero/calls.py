@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep import Accelerator
@@ -76,11 +75,6 @@ class Translator(nn.Module):
     def size(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def save_pretrained(self, path: str, state_dict: Any = None) -> None:
-        weights = self.state_dict() if state_dict is None else state_dict
-        # Without names of tied weights, as libraries leave them out; shards have no memory to compare.
-        save_file({name: value for name, value in weights.items() if "coder.embedding" not in name}, path)
-
     def fails(self, ids: torch.Tensor) -> None:
         self.encoder(ids)
         raise ArithmeticError("on purpose")
@@ -137,37 +131,6 @@ def problems(stage: int) -> list[str]:
             if worst > 1e-5:
                 found.append(f"{name} trained{' beside a forward' if beside else ''}: {worst:.1e}")
     return found
-
-
-def saved(folder: str) -> list[Any]:
-    """What rank 0 alone saves of a model with zero=3: words of a refusal, then whether files have the whole weights."""
-    torch.manual_seed(0)
-    whole = Translator()
-    expected = {n: value.clone() for n, value in whole.state_dict().items() if "coder.embedding" not in n}
-    accelerator = Accelerator(cpu=True, parallel="zero=3 blocks=Block")
-    model = accelerator.prepare(whole)
-    refused, weights = "", accelerator.get_state_dict(model)
-    files = [f"{folder}/given", f"{folder}/in-hook"]
-
-    def hook(models: list[Any], weights: list[Any], output: str) -> None:
-        if accelerator.is_main_process:
-            models[0].save_pretrained(files[1])
-            weights.pop()
-
-    if accelerator.is_main_process:
-        try:
-            model.save_pretrained(f"{folder}/refused")
-        except UsageError as error:
-            refused = str(error)
-        model.save_pretrained(files[0], state_dict=weights)
-    accelerator.register_save_state_pre_hook(hook)
-    accelerator.save_state(f"{folder}/state")
-    accelerator.wait_for_everyone()
-    return [refused, *(same(load_file(file), expected) for file in files)]
-
-
-def same(one: Any, other: Any) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def others() -> list[Any]:

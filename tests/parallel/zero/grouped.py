@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,18 +59,6 @@ class Ordered(InOrder):
         for number in self.order:
             x = self.layers[number](x)
         return x
-
-
-class SkipsSecond(Ordered):
-    order = (0, 2, 4)
-
-
-class Repeats(Ordered):
-    order = (0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
-
-
-class Backwards(Ordered):
-    order = (4, 3, 2, 1, 0)
 
 
 class Mixed(Ordered):
@@ -154,29 +141,16 @@ class CheckpointedPairs(InOrder):
         return x
 
 
-class AFewInSequence(InOrder):
-    """A Sequential with activations between the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(part for _ in range(BLOCKS) for part in (Block(), nn.Tanh())))  # type: ignore[assignment]
-
-
 MODELS: dict[str, tuple[type[nn.Module], list[int]]] = {
     "in order": (InOrder, [2, 2, 1]),
-    "some are skipped": (SkipsSecond, [2, 2, 1]),
-    "each twice": (Repeats, [2, 2, 1]),
-    "from the last to the first": (Backwards, [2, 2, 1]),
     "in any order": (Mixed, [2, 2, 1]),
     "branches": (Branches, [2, 2, 1]),
     "without a gradient at the last": (ForALook, [2, 2, 1]),
     "frozen in part": (PartlyFrozen, [2, 2, 1]),
     "tied": (Tied, [1, 2]),
     "two types": (TwoTypes, [1, 1, 2, 1]),
-    "recomputed": (Checkpointed, [2, 2, 1]),
     "recomputed reentrantly": (ReentrantlyCheckpointed, [2, 2, 1]),
     "recomputed in pairs": (CheckpointedPairs, [2, 2, 1]),
-    "in a Sequential": (AFewInSequence, [2, 2, 1]),
 }
 """Name -> the model, and how many blocks each of its groups has."""
 
@@ -230,45 +204,6 @@ def deviation(kind: str, parallel: str, accumulation: int = 1, **options: Any) -
 def deviations(parallel: str, kinds: list[str], accumulation: int = 1) -> dict[str, float]:
     torch.set_num_threads(1)
     return {kind: deviation(kind, parallel, accumulation) for kind in kinds}
-
-
-class SkipsByRank(InOrder):
-    """Each call says which blocks it leaves out."""
-
-    def forward(self, x: torch.Tensor, skipped: tuple[int, ...] = ()) -> torch.Tensor:
-        x = self.first(x)
-        for number, layer in enumerate(self.layers):
-            if number not in skipped:
-                x = layer(x)
-        return self.head(x)
-
-
-SKIPPED = [(), (0,), (1,), (4,), (0, 1), (2, 3), (0, 1, 2, 3, 4), (1, 2)]
-
-
-def skipped_by_rank() -> float:
-    """The deviation from one process, where each rank leaves out other blocks in each step."""
-    torch.manual_seed(0)
-    whole = SkipsByRank()
-    plain = copy.deepcopy(whole)
-    accelerator = Accelerator(cpu=True, parallel="zero=3")
-    with groups_of(LIMIT):
-        model, optimizer = accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-    ranks = accelerator.num_processes
-
-    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
-        return model(rows_of(step, rank), SKIPPED[(step + 3 * rank) % len(SKIPPED)]).square().mean()
-
-    for step in range(len(SKIPPED)):
-        accelerator.backward(loss(model, step, accelerator.process_index))
-        optimizer.step()
-        optimizer.zero_grad()
-        (sum(loss(plain, step, rank) for rank in range(ranks)) / ranks).backward()
-        alone.step()
-        alone.zero_grad()
-    state = accelerator.get_state_dict(model)
-    return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
 
 
 # Counted ---------------------------------------------------------------------------------------------
@@ -326,47 +261,3 @@ def counts(counter: Any) -> dict[str, tuple[float, float]]:
 
 
 # Calls of other kinds --------------------------------------------------------------------------------
-
-
-def other_calls() -> dict[str, Any]:
-    """Blocks and parts called by themselves, an exception in the middle of a group, whole weights, and then a step."""
-    torch.manual_seed(0)
-    whole = InOrder()
-    plain = copy.deepcopy(whole)
-    accelerator = Accelerator(cpu=True, parallel="zero=3")
-    with groups_of(LIMIT):
-        model, optimizer = accelerator.prepare(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-    x, found = rows_of(0, 0), {}
-    calls: dict[str, Callable[[Any], torch.Tensor]] = {
-        "a block": lambda model: model.layers[0](x),
-        "another block": lambda model: model.layers[3](x),
-        "a method": lambda model: model.blocks(x),
-        "the model": lambda model: model(x),
-    }
-    for name, call in calls.items():
-        with torch.no_grad():
-            found[f"{name}, without gradients"] = torch.allclose(call(model), call(plain), atol=1e-6)
-        found[f"{name}, whole after it"] = whole_bytes(model) == 0
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("on purpose")
-
-    handle = model.layers[1].up.register_forward_hook(fail)
-    try:
-        model(x)
-    except ArithmeticError:
-        found["raised"] = True
-    handle.remove()
-    with accelerator.summon_full_params(model) as unwrapped:
-        found["summoned"] = torch.allclose(unwrapped(x), plain(x), atol=1e-6)
-    for call in (*calls.values(), calls["the model"]):
-        accelerator.backward(call(model).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        call(plain).square().mean().backward()
-        alone.step()
-        alone.zero_grad()
-    state = accelerator.get_state_dict(model)
-    worst = max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
-    return {**found, "trained": worst < 1e-5}

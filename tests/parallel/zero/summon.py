@@ -203,19 +203,6 @@ class WithBuffer(nn.Module):
         return self.linear(x) + self.shift
 
 
-def wrapper_is_called() -> tuple[int, list[float]]:
-    """Collectives inside where the prepared model is called, not the yielded one; and the buffer after training on."""
-    accelerator = Accelerator(cpu=True, parallel="ddp")
-    model = accelerator.prepare(WithBuffer())
-    with torch.no_grad():
-        accelerator.unwrap_model(model).shift.fill_(float(accelerator.process_index + 1))
-    with accelerator.summon_full_params(model), CommCounter() as counter:
-        for _ in range(accelerator.process_index):
-            model(torch.ones(1, 4))
-    accelerator.backward(model(torch.ones(1, 4)).sum())
-    return counter.count(), accelerator.unwrap_model(model).shift.tolist()
-
-
 def buffers_and_bf16() -> tuple[int, list[float], str]:
     """Collectives inside, the buffer of each rank, and the type in which the model computed."""
     accelerator = Accelerator(cpu=True, parallel="zero=3", mixed_precision="bf16")
@@ -232,21 +219,3 @@ def buffers_and_bf16() -> tuple[int, list[float], str]:
             unwrapped.linear.weight.dtype,
         )
     return inside, shift, str(dtype)
-
-
-def compiled() -> bool:
-    """Whether a step is right where one rank alone came to so many kinds of input that it gave up compiling."""
-    accelerator = Accelerator(cpu=True, parallel="zero=3 blocks=Linear", dynamo_backend="eager")
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = copy.deepcopy(plain)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with accelerator.summon_full_params(model) as unwrapped:
-        for dims in range(12 * accelerator.process_index):
-            unwrapped(torch.ones(*[1] * dims, 4))
-    accelerator.backward(model(torch.ones(2, 4)).square().sum())
-    optimizer.step()
-    plain(torch.ones(2, 4)).square().sum().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    found = accelerator.get_state_dict(model)
-    return all(torch.allclose(found[name], weight) for name, weight in plain.state_dict().items())

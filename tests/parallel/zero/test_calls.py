@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from parallel.zero import calls
@@ -22,14 +20,6 @@ def test_what_computes_without_a_tensor_is_refused_with_what_to_call(run_distrib
     for numel, refused, raised, right in run_distributed(calls.others, 2):
         assert (numel, raised, right) == (True, "on purpose", True)
         assert "register_fsdp_forward_method(model, 'draw')" in refused
-
-
-def test_one_rank_saves_whole_weights_in_a_hook_and_is_told_how_elsewhere(
-    run_distributed, tmp_path: Path
-) -> None:
-    main, other = run_distributed(calls.saved, 2, str(tmp_path))
-    assert "state_dict=accelerator.get_state_dict(model)" in main[0]
-    assert (main[1:], other) == ([True, True], ["", True, True])
 
 
 def test_a_part_of_a_block_that_is_used_by_itself_is_refused_with_what_to_do(run_distributed) -> None:

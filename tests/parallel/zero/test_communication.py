@@ -149,16 +149,12 @@ INT4 = 1 / 2 + SCALE / QUANTIZED_BLOCK
 HALF = {"weight": 2, "gradient": 2, "average": 2, "kept": 2}
 CASES: list[Any] = [
     *((2, f"zero={stage}", "no", {}) for stage in (1, 2, 3)),
-    (4, "zero=3", "no", {}),
     (4, "zero=1 replicate=2", "no", {}),
     (4, "zero=3 replicate=2", "no", {}),
     (4, "zero=3 hpz=2", "bf16", HALF),
-    (2, "zero=1", "bf16", HALF),
     (2, "zero=2 reduce=fp32", "bf16", HALF | {"gradient": 4}),
     (4, "zero=3 replicate=2 reduce=fp32", "bf16", HALF | {"gradient": 4, "average": 4}),
     (2, "zero=3 offload", "no", {}),
-    (2, "zero=3 forward_prefetch", "no", {}),
-    (2, "zero=2 quantized_weights", "no", {"weight": INT8}),
     (2, "zero=3 quantized_weights quantized_gradients=int8", "no", {"weight": INT8, "gradient": INT8}),
     (2, "zero=1 quantized_gradients=int4", "bf16", HALF | {"gradient": INT4}),
     (4, "zero=3 hpz=2 quantized_weights", "bf16", HALF | {"weight": INT8}),

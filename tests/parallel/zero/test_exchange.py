@@ -151,24 +151,3 @@ def test_a_step_copies_no_weights_and_no_gradients_from_rank_to_rank(run_distrib
     for copied, weights in run_distributed(copied_in_a_step, 2, f"zero={stage}"):
         assert copied < 4 * WIDTH  # which parameters were used, and the number of the loop's call
         torch.testing.assert_close(weights, [p.detach() for p in alone.parameters()], rtol=1e-5, atol=1e-7)
-
-
-def output_first() -> str:
-    """As a torch might do that asks for the output before the input."""
-    accelerator = accelerator_on("shm")
-    ranks = accelerator.num_processes
-    group: Any = dist.group.WORLD
-    reduce = ExchangeReduceScatter()
-    reduce.buffers = group.reduced
-    shape: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
-    output, whole = reduce.allocate((LENGTH,), **shape), reduce.allocate((LENGTH * ranks,), **shape)
-    try:
-        reduce(output, whole.fill_(1.0), group, dist.ReduceOp.SUM)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_memory_that_all_ranks_read_is_never_that_of_a_gradient(run_distributed) -> None:
-    for message in run_distributed(output_first, 2):
-        assert "in another order" in message and "--backend gloo" in message

@@ -114,9 +114,7 @@ def rest(
 REST = [
     *((2, f"zero={stage}", "no", "adamw") for stage in (1, 2, 3)),
     (2, "zero=3", "bf16", "adamw"),
-    (2, "zero=3", "no", "sgd"),
     (4, "zero=3 replicate=2", "bf16", "adamw"),
-    (4, "zero=3 hpz=2", "no", "adamw"),
     (2, "zero=3 offload", "no", "adamw"),
     (2, "zero=3 quantized_weights quantized_gradients", "no", "adamw"),
     (2, "zero=2 activation=full", "no", "sgd"),
@@ -197,10 +195,8 @@ def within(text: str, precision: str, micro_batches: int) -> Within:
 WITHIN = [
     (2, "zero=1", "no", 3),
     (2, "zero=2", "no", 1),
-    (2, "zero=2", "no", 3),
     (2, "zero=3", "no", 3),
     (2, "zero=1 reduce=fp32", "bf16", 3),
-    (4, "zero=3 hpz=2", "no", 1),
     (4, "zero=2 replicate=2", "no", 3),
 ]
 

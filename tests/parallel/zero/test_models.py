@@ -66,7 +66,7 @@ CASES = [
     again(2, 3, WORDS, name)
     for name in (
         *("adversaries", "two_optimizers", "evaluation_everywhere"),
-        *("odd_shapes", "kinds_of_models", "transformer"),
+        *("odd_shapes", "kinds_of_models"),
     )
 ]
 CASES += [

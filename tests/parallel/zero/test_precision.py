@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lockstep import Accelerator, AutocastKwargs, GradScalerKwargs
@@ -15,6 +14,7 @@ from lockstep.plan import NONE, dtypes
 from lockstep.utils import Parallel
 from parallel import zero_precision_problem as oracle
 from parallel import zero_problem as problem
+from parallel.plain import full
 from parallel.small_groups import groups_in_stage_3
 
 SCALE = 1024.0
@@ -42,10 +42,6 @@ def accelerator_of(parallel: str, precision: str, accumulation: int = 1, **optio
 
 def torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 # -- the numbers ------------------------------------------------------------------------------------------
@@ -356,40 +352,3 @@ def test_batch_norm_equals_plain_autocast(run_distributed, precision: str, block
         torch.testing.assert_close(evaluated, outputs, rtol=1e-6, atol=1e-6)
     buffers = dict(model.named_buffers())
     assert all(torch.equal(results[0][1][name], buffer) for name, buffer in buffers.items())
-
-
-def train_bfloat16_model(parallel: str, precision: str) -> tuple[list[float], set[torch.dtype]]:
-    accelerator = accelerator_of(parallel, precision)
-    model = problem.make_model().bfloat16()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for tokens, labels in problem.make_batches(3):
-        rank = accelerator.process_index
-        loss = problem.loss_of(model, tokens.chunk(2)[rank], labels.chunk(2)[rank])
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    return losses, {p.dtype for p in model.parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_model_that_is_bfloat16_already_trains(run_distributed, precision: str) -> None:
-    torch.set_num_threads(1)
-    # Its weights stay so without mixed precision. With it their master is in fp32, and forwards get it in bf16.
-    stored = torch.bfloat16 if precision == "no" else torch.float32
-    model = problem.make_model().bfloat16().to(stored)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for tokens, labels in problem.make_batches(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(tokens)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    for parallel in ("zero=1", "zero=3"):
-        for losses, types in run_distributed(train_bfloat16_model, 2, parallel, precision):
-            assert types == {stored}
-            assert losses == pytest.approx(expected, rel=2 * torch.finfo(torch.bfloat16).eps)

@@ -7,16 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import Accelerator, GradientAccumulationPlugin
+from lockstep import Accelerator
 from lockstep.errors import UsageError
 from lockstep.parallel.zero import Sharding
 from parallel import zero_problem as problem
-from parallel.zero_scenarios import WIDTH, Net, Plain, batch, learn, loss_of, seeded, sgd, values
+from parallel.zero_scenarios import Net, Plain, learn, loss_of, seeded, sgd, values
 from tests.patching import module_of
 from tests.refusals import expect_refusal
 
@@ -136,97 +135,7 @@ def test_an_older_torch_refuses_to_go_on_after_an_exception(run_distributed, whe
         assert "raised an exception before. Only torch 2.13 or newer can go on after that" in message
 
 
-def running_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """After training on rows of each rank's own, then in the middle of the next forward."""
-    accelerator = Accelerator(cpu=True, parallel="zero=2")
-    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)))
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    for step in range(2):
-        accelerator.backward(loss_of(accelerator, model, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    before = {name: buffer.clone() for name, buffer in model[1].named_buffers()}
-    model.eval()
-    model(batch(accelerator, 5)[0])
-    return before, {name: buffer.clone() for name, buffer in model[1].named_buffers()}
-
-
-def test_each_forward_starts_with_the_running_statistics_of_rank_zero(run_distributed) -> None:
-    results = run_distributed(running_statistics, 2)
-    assert not torch.equal(results[0][0]["running_mean"], results[1][0]["running_mean"])
-    for _, after in results:
-        for name, buffer in results[0][0].items():
-            assert torch.equal(after[name], buffer)
-
-
 # -- windows ---------------------------------------------------------------------------------------------
-
-WINDOW = 3
-COUNTS = {2: [[3, 8], [1, 0], [5, 2]], 4: [[3, 8, 1, 2], [1, 0, 4, 0], [5, 2, 7, 1]]}
-
-
-def tokens_of(step: int, rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return (
-        torch.randn(count, WIDTH, generator=generator),
-        torch.randint(0, 3, (count,), generator=generator),
-    )
-
-
-def weighted_windows(parallel: str, sync_each_batch: bool) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    plugin = GradientAccumulationPlugin(num_steps=WINDOW, sync_each_batch=sync_each_batch)
-    accelerator = Accelerator(cpu=True, parallel=parallel, gradient_accumulation_plugin=plugin)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    model = seeded(Scaled)
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    for step in range(2 * WINDOW):
-        count = COUNTS[ranks][step % WINDOW][rank]
-        rows, labels = tokens_of(step, rank, count)
-        with accelerator.accumulate(model):
-            loss = F.cross_entropy(model(rows), labels, reduction="sum") / max(count, 1)
-            accelerator.backward(loss, weight=count)
-            optimizer.step()
-            optimizer.zero_grad()
-    return values(model=model)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = Net(), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x) * self.scale
-
-
-@pytest.mark.parametrize(
-    ("world_size", "parallel", "sync_each_batch"),
-    [
-        (2, "zero=1", True),
-        (2, "zero=2", False),
-        (4, "zero=1 replicate=2", False),
-        (4, "zero=3 replicate=2", True),
-    ],
-)
-def test_weighted_windows_have_the_gradient_of_one_big_batch(
-    run_distributed, world_size: int, parallel: str, sync_each_batch: bool
-) -> None:
-    model = seeded(Scaled)
-    optimizer = sgd(model)
-    for window in range(2):
-        parts = [
-            tokens_of(window * WINDOW + i, rank, count)
-            for i, counts in enumerate(COUNTS[world_size])
-            for rank, count in enumerate(counts)
-        ]
-        rows, labels = (torch.cat(found) for found in zip(*parts, strict=True))
-        F.cross_entropy(model(rows), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = values(model=model)
-    for actual in run_distributed(weighted_windows, world_size, parallel, sync_each_batch):
-        assert problem.difference(actual, expected) < 1e-5
 
 
 # -- compile and one-sided use ---------------------------------------------------------------------------
@@ -282,22 +191,6 @@ def test_a_model_compiled_before_prepare_trains_all_its_parameters(
     for actual, count in run_distributed(compiled_before, world_size, parallel, kind):
         assert count == len(list(model.parameters()))
         assert problem.difference(actual, values(model=model)) < 1e-5
-
-
-def loses_parameters(parallel: str) -> None:
-    accelerator = Accelerator(cpu=True, parallel=parallel)
-    model = seeded(Net)
-    optimizer = sgd(model)
-    first = dict(model.named_parameters())
-    model = accelerator.prepare(model)
-    registry = accelerator._preparation.registry
-    # As if the model had other names before: nothing took the places of these parameters.
-    registry.add_model(accelerator._preparation.models.prepared[0], first, {}, [])
-    expect_refusal(UsageError, "22 of them have no successor", accelerator.prepare, optimizer)
-
-
-def test_an_optimizer_that_would_lose_its_parameters_is_refused(run_distributed) -> None:
-    run_distributed(loses_parameters, 2, "zero=3")
 
 
 def refused_and_mended() -> float:

@@ -79,11 +79,3 @@ def test_changes_inside_are_kept_and_inference_mode_leaves_nothing_behind(run_di
 
 def test_buffers_are_sent_once_and_weights_have_the_type_of_the_computation(run_distributed) -> None:
     assert run_distributed(summon.buffers_and_bf16, 2) == [(0, [1.0] * 4, "torch.bfloat16")] * 2
-
-
-def test_the_replica_itself_may_be_called_too(run_distributed) -> None:
-    assert run_distributed(summon.wrapper_is_called, 2) == [(0, [1.0] * 4)] * 2
-
-
-def test_ranks_may_compile_other_forwards_inside(run_distributed) -> None:
-    assert run_distributed(summon.compiled, 2) == [True, True]
