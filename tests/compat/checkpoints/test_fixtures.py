@@ -1,7 +1,6 @@
 """Folders that accelerate, torch and deepspeed wrote become exactly what their live objects held.
 
-What they held was recorded from the objects, never from the files, by a script that needs DeepSpeed; to see it:
-``git log -p -- tests/compat/checkpoints/fixtures/generate.py``.
+What they held was recorded from the objects, never from the files, by ``fixtures/generate.py``, which needs DeepSpeed.
 """
 
 from __future__ import annotations
