@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from lockstep import Accelerator, DamageChecks
 from lockstep.history import EVENTS, MEASURES, read_lines
 from lockstep.observe.hang import WatchedRank, totals_of_ranks
+from tests.command import LOCKSTEP
 from tests.observe.hang.test_coordinator import FakePeer, Run
 from tests.observe.measures.loops import train_on
 
@@ -65,3 +68,49 @@ def test_damage_and_what_a_script_tells_are_events(tmp_path: Path) -> None:
     (phase,) = [event for event in events_in(tmp_path) if event["event"] == "phase"]
     assert (phase["name"], phase["step"], phase["attempt"]) == ("warm up", 0, 0)
     assert len(list(read_lines(tmp_path / MEASURES))) == 3
+
+
+FAILS_ONCE = """
+import sys
+from pathlib import Path
+import torch
+from lockstep import Accelerator
+
+folder = Path(sys.argv[1])
+accelerator = Accelerator(run_dir=folder / "run")
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number in range(4):
+    accelerator.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 2 and not (folder / "failed").exists():
+        (folder / "failed").touch()
+        raise RuntimeError("the first time")
+accelerator.end_training()
+"""
+
+
+def test_a_restart_by_the_launcher_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE)
+    command = [*LOCKSTEP, "launch", "--cpu", "--nproc", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    done = subprocess.run(
+        [*command, "--max-restarts", "1", str(script), str(tmp_path)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    names = [(event["attempt"], event["event"]) for event in events_in(tmp_path / "run")]
+    assert names == [
+        *((0, name) for name in ("start", "error", "end")),
+        *((1, name) for name in ("restart", "start", "end")),
+    ]
+    restart = next(event for event in events_in(tmp_path / "run") if event["event"] == "restart")
+    assert restart["reason"] == "restarted by the launcher"
+    lines = list(read_lines(tmp_path / "run" / MEASURES))
+    steps = [*((0, step) for step in (1, 2, 3)), *((1, step) for step in (1, 2, 3, 4))]
+    assert [(line["attempt"], line["step"]) for line in lines] == steps
