@@ -18,16 +18,15 @@ from checkpoint.audit.trials import WORLDS, Trial, draw_trial
 
 EACH = 4
 """Trials for each pair of worlds."""
-TRIED = [worlds for worlds in WORLDS if worlds != (1, 1)]
 
 
 def trials_of(before: int, after: int) -> list[Trial]:
     """The next kinds of loaders in each pair of worlds, with and without windows in turn."""
-    first = TRIED.index((before, after)) * EACH
+    first = WORLDS.index((before, after)) * EACH
     return [draw_trial(before, after, number) for number in range(first, first + EACH)]
 
 
-@pytest.mark.parametrize(("before", "after"), TRIED)
+@pytest.mark.parametrize(("before", "after"), WORLDS)
 def test_a_run_that_stops_anywhere_goes_on_as_if_it_had_not(
     run_distributed, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -38,7 +37,7 @@ def test_a_run_that_stops_anywhere_goes_on_as_if_it_had_not(
 def test_the_trials_here_have_all_kinds_and_stop_inside_of_windows() -> None:
     stops = [(trial, trial.stop % trial.kind.steps(trial.before)) for trial in trials_of(1, 1)]
     assert any(trial.accumulation > 1 and place % trial.accumulation for trial, place in stops)
-    assert {trial.kind_name for worlds in TRIED for trial in trials_of(*worlds)} == set(KINDS)
+    assert {trial.kind_name for worlds in WORLDS for trial in trials_of(*worlds)} == set(KINDS)
 
 
 def loses(part: Callable[[Run], None], trial: Trial, folder: Path) -> Final:
@@ -93,11 +92,8 @@ def test_the_audit_finds_what_a_resumed_run_has_lost(run_distributed, tmp_path: 
         run_distributed(on_each, 1, until_the_stop, [job])
         [found[part.__name__]] = resumed(run_distributed, [job], partial(loses, part))
     missed = {name for name, verdict in found.items() if verdict.is_right}
-    unused = {
-        "generators",
-        "gradients",
-        "place_in_window",
-    }  # of no use in another world, at the end of a window
+    # Of no use in another world, at the end of a window.
+    unused = {"generators", "gradients", "place_in_window"}
     assert missed == (set() if after == 1 else unused)
     wrong = {name for name, verdict in found.items() if verdict.wrong_samples}
     assert wrong == {"place_in_data"}

@@ -20,7 +20,15 @@ OF_OTHERS = {
     "--help",
     *("--mode", "--slow-ms", "--resume"),  # of example scripts
     *("--include", "--exclude"),  # of DeepSpeed
-    *("--cpus-per-task", "--job-name", "--open-mode", "--requeue", "--signal"),  # of Slurm
+    *(
+        "--cpus-per-task",
+        "--job-name",
+        "--open-mode",
+        "--requeue",
+        "--signal",
+        "--gpus-per-task",
+        "--gpu-bind",
+    ),  # of Slurm
     *("--cp-size", "--tp-size", "--dp-replicate-size", "--dp-shard-size"),  # of Accelerate's examples
 }
 

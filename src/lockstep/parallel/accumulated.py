@@ -32,11 +32,6 @@ class Accumulated:
     spent: list[str] = field(default_factory=list)
     takes_buffers: bool = True
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there are gradients that matter."""
-        return bool(self.local or self.reduced or self.partial)
-
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """(name, shape if known) of each parameter that is mentioned."""
         for name, gradient in self.local.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
 
 from lockstep.comm.tree import StateDict
 from lockstep.config.world import ParallelDims
@@ -75,15 +77,21 @@ class AccumulationState:
         """
         spent = self._spent()
         found = [accumulated(model, spent) for model in self._models]
+        trained = {id(parameter) for prepared in self._optimizers for parameter in _parameters(prepared)}
         for model, each in zip(self._models, found, strict=True):
             sharding = model.sharding
-            is_spread = self._axes.divides_weights or sharding is not None
-            if is_spread and (each.is_open or (sharding is not None and sharding.has_unreduced())):
+            is_open = sharding is not None and sharding.has_unreduced()
+            if not is_open and (not each.local or (sharding is None and not self._axes.divides_weights)):
+                continue
+            places = places_of(model)
+            if is_open or any(id(places[name]) in trained for name in each.local):
                 raise UsageError(
                     "save_state was called inside an accumulation window, where gradients are not used yet. With "
                     "zero, tp, pp or ep these cannot be saved. Save after optimizer.step() and "
                     "optimizer.zero_grad()."
                 )
+            # What is left belongs to parameters that no optimizer trains.
+            each.local.clear()
         return {
             "window": self._accumulation.state_dict(),
             "layouts": self._layouts(),
@@ -171,10 +179,14 @@ class AccumulationState:
         """``id`` of each parameter on which all of its optimizers have stepped since the last backward."""
         spent: set[int] = set()
         waiting: set[int] = set()
-        for optimizer in (prepared.optimizer for prepared in self._optimizers):
-            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            (spent if self._accumulation.has_stepped(optimizer) else waiting).update(parameters)
+        for prepared in self._optimizers:
+            has_stepped = self._accumulation.has_stepped(prepared.optimizer)
+            (spent if has_stepped else waiting).update(map(id, _parameters(prepared)))
         return spent - waiting
+
+
+def _parameters(prepared: PreparedOptimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in prepared.optimizer.param_groups for parameter in group["params"])
 
 
 def _check_spikes(state: object) -> None:

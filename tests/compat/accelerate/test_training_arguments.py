@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a DeepSpeed optimizer that torch lacks": (
         "deepspeed={'optimizer': {'type': 'Lamb', 'params': {}}}", "", ("Lamb", "AdamW")
     ),
-    "an unknown key of DeepSpeed": ("deepspeed={'zero_optimisation': {'stage': 2}}", "", ("zero_optimisation",)),
+    "an unknown key of DeepSpeed": ("deepspeed={'zero_optimization': {'stge': 2}}", "", ("stge",)),
     "FSDP and DeepSpeed": (
         "fsdp=True, deepspeed={'zero_optimization': {'stage': 2}}", "", ("fsdp", "deepspeed")
     ),
