@@ -20,15 +20,8 @@ OF_OTHERS = {
     "--help",
     *("--mode", "--slow-ms", "--resume"),  # of example scripts
     *("--include", "--exclude"),  # of DeepSpeed
-    *(
-        "--cpus-per-task",
-        "--job-name",
-        "--open-mode",
-        "--requeue",
-        "--signal",
-        "--gpus-per-task",
-        "--gpu-bind",
-    ),  # of Slurm
+    *("--cpus-per-task", "--job-name", "--open-mode", "--requeue", "--signal"),  # of Slurm
+    *("--gpus-per-task", "--gpu-bind"),  # too
     *("--cp-size", "--tp-size", "--dp-replicate-size", "--dp-shard-size"),  # of Accelerate's examples
 }
 
