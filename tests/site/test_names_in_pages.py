@@ -21,7 +21,7 @@ OF_OTHERS = {
     *("--mode", "--slow-ms", "--resume"),  # of example scripts
     *("--include", "--exclude"),  # of DeepSpeed
     *("--cpus-per-task", "--job-name", "--open-mode", "--requeue", "--signal"),  # of Slurm
-    *("--gpus-per-task", "--gpu-bind"),  # too
+    *("--gpus-per-task", "--gpu-bind"),  # of Slurm
     *("--cp-size", "--tp-size", "--dp-replicate-size", "--dp-shard-size"),  # of Accelerate's examples
 }
 

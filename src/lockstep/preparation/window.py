@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Callable
 
 from lockstep.comm.tree import StateDict
 from lockstep.config.world import ParallelDims
@@ -75,16 +73,15 @@ class AccumulationState:
         Raises:
             UsageError: a model that is spread over the ranks has gradients that are not used yet.
         """
-        spent = self._spent()
+        spent, waiting = self._spent_and_waiting()
         found = [accumulated(model, spent) for model in self._models]
-        trained = {id(parameter) for prepared in self._optimizers for parameter in _parameters(prepared)}
         for model, each in zip(self._models, found, strict=True):
             sharding = model.sharding
             is_open = sharding is not None and sharding.has_unreduced()
             if not is_open and (not each.local or (sharding is None and not self._axes.divides_weights)):
                 continue
             places = places_of(model)
-            if is_open or any(id(places[name]) in trained for name in each.local):
+            if is_open or any(id(places[name]) in waiting for name in each.local):
                 raise UsageError(
                     "save_state was called inside an accumulation window, where gradients are not used yet. With "
                     "zero, tp, pp or ep these cannot be saved. Save after optimizer.step() and "
@@ -175,18 +172,15 @@ class AccumulationState:
         ]
         return [" ".join([*sizes, layout(model)]) for model in self._models]
 
-    def _spent(self) -> set[int]:
-        """``id`` of each parameter on which all of its optimizers have stepped since the last backward."""
+    def _spent_and_waiting(self) -> tuple[set[int], set[int]]:
+        """Return the ``id`` of each parameter on which all of its optimizers have stepped since the last backward, and
+        of each on which one of them has not."""
         spent: set[int] = set()
         waiting: set[int] = set()
-        for prepared in self._optimizers:
-            has_stepped = self._accumulation.has_stepped(prepared.optimizer)
-            (spent if has_stepped else waiting).update(map(id, _parameters(prepared)))
-        return spent - waiting
-
-
-def _parameters(prepared: PreparedOptimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in prepared.optimizer.param_groups for parameter in group["params"])
+        for optimizer in (prepared.optimizer for prepared in self._optimizers):
+            parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            (spent if self._accumulation.has_stepped(optimizer) else waiting).update(parameters)
+        return spent - waiting, waiting
 
 
 def _check_spikes(state: object) -> None:
