@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
-from lockstep.model.changes import UncopiedHook, attributes_set
+from lockstep.model.changes import UncopiedHook
 from lockstep.runtime.step import StepState
 from lockstep.torch_internals.autograd import at_end_of_backward as at_end_of_pass
 from lockstep.torch_internals.autograd import current_backward as current_pass
@@ -57,13 +57,20 @@ class BackwardWatch:
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward of the ``Accelerator``."""
-        self.unnoticed(call)
+        self._is_ours = True
+        try:
+            call()
+        finally:
+            self._is_ours = False
         self._has_ours = True
 
     def unnoticed(self, call: Callable[[], None]) -> None:
-        """Run a backward that is not one of the script's."""
-        with attributes_set(self, _is_ours=True):
+        """Run a backward of which nothing will be left."""
+        self._is_ours = True
+        try:
             call()
+        finally:
+            self._is_ours = False
 
     def clear(self) -> None:
         """Forget what was seen."""
