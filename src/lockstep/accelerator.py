@@ -270,7 +270,8 @@ class Accelerator(
 
     @classmethod
     def _several_plugins(cls) -> dict[str, object] | None:
-        """Those of the latest ``Accelerator``, which one that is made without any shares; None: it has not several."""
+        """Return the plugins of the latest ``Accelerator``, which one that is made without any shares; None: it has not
+        several."""
         latest = cls.latest()
         several = {} if latest is None else latest._options.deepspeed_plugins
         return {name: plugin for name, (plugin, _) in several.items()} or None

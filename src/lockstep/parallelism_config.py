@@ -245,7 +245,7 @@ class ParallelismConfig:
         return self.device_mesh
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names and sizes of the axes with several ranks, outermost first."""
+        """Return names and sizes of the axes with several ranks, outermost first."""
         names = tuple(self.active_mesh_dims)
         return names, tuple(map(self._size, names))
 

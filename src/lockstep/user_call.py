@@ -164,7 +164,7 @@ def call_on_one_rank(file: str, names: Iterable[str]) -> UserCall:
 
 
 def nodes_of(file: str) -> Iterator[ast.AST]:
-    """All nodes of a source file; none of what cannot be read."""
+    """Return all nodes of a source file; none of what cannot be read."""
     try:
         return ast.walk(ast.parse("".join(linecache.getlines(file))))
     except (SyntaxError, ValueError, RecursionError):

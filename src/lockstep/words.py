@@ -14,7 +14,7 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def duration(seconds: float) -> str:
-    """412 ms; 4.2 s; 3 min 20 s; 2 h 5 min; 6 d 4 h."""
+    """Write seconds for people: 412 ms; 4.2 s; 3 min 20 s; 2 h 5 min; 6 d 4 h."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0:
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """512 B; 1.25 GB, of 10^9 bytes."""
+    """Write bytes for people: 512 B; 1.25 GB, of 10^9 bytes."""
     for unit, name in _BYTES:
         if abs(count) >= unit:
             return f"{digits(count / unit)} {name}"
@@ -40,7 +40,7 @@ def bytes_text(count: float) -> str:
 
 
 def memory_text(count: int) -> str:
-    """512 B; 1.25 GiB, of 2^30 bytes; 0."""
+    """Write memory for people: 512 B; 1.25 GiB, of 2^30 bytes; 0."""
     unit, name = next((one for one in BINARY_UNITS if count >= one[0]), BINARY_UNITS[-1])
     if unit == 1:
         return f"{count} B" if count else "0"
@@ -48,14 +48,14 @@ def memory_text(count: int) -> str:
 
 
 def three_digits(number: float) -> str:
-    """0, 1.25, 12.5, 1,250."""
+    """Write a number with three digits: 0, 1.25, 12.5, 1,250."""
     if number == 0:
         return "0"
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def short(number: float) -> str:
-    """12.3k, 4.5M, 1.2B; small numbers as they are."""
+    """Write a number shortly: 12.3k, 4.5M, 1.2B; small numbers as they are."""
     for unit, name in _PREFIXES:
         if abs(number) >= unit * (10 if unit == 1e3 else 1):
             return f"{digits(number / unit)}{name}"
@@ -63,7 +63,7 @@ def short(number: float) -> str:
 
 
 def whole(number: float) -> str:
-    """1,234."""
+    """Write a whole number: 1,234."""
     return f"{round(number):,}" if math.isfinite(number) else "?"
 
 
@@ -85,7 +85,7 @@ def digits(number: float, significant: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """43 %; 4.3 %; 0.04 %."""
+    """Write a share: 43 %; 4.3 %; 0.04 %."""
     return f"{digits(share * 100, 2 if abs(share) < 0.995 else 3)} %" if math.isfinite(share) else "?"
 
 
@@ -98,7 +98,7 @@ def date(seconds: float) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """1 tensor; 1,234 tensors."""
+    """Write a number of things: 1 tensor; 1,234 tensors."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -108,7 +108,7 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def of_ranks(ranks: Sequence[int]) -> str:
-    """Rank 2; ranks 2 and 3; ranks 0 to 5."""
+    """Name ranks in a sentence: "rank 2", "ranks 2 and 3", "ranks 0 to 5"."""
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -116,7 +116,7 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 
 def indices(numbers: Sequence[int]) -> str:
-    """2 and 3; 0 to 5; 0 to 3 and 7."""
+    """Write indices for people: 2 and 3; 0 to 5; 0 to 3 and 7."""
     runs = runs_of(numbers, " to ")
     if len(runs) > 8:
         runs = [*runs[:7], f"{len(runs) - 7} more"]
@@ -124,7 +124,7 @@ def indices(numbers: Sequence[int]) -> str:
 
 
 def runs_of(numbers: Iterable[int], to: str) -> list[str]:
-    """Numbers in order; more than two that follow one another as the first and the last, with ``to`` between."""
+    """Return numbers in order; more than two that follow one another as the first and the last, with ``to`` between."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -152,12 +152,12 @@ def seven_digits(number: float) -> str:
 
 
 def escape(text: str) -> str:
-    """Without control characters, which a hostile file could send to the terminal."""
+    """Replace control characters, which a hostile file could send to the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def escaped_lines(text: str) -> str:
-    """``escape`` of each line."""
+    """Escape each line."""
     return "\n".join(escape(line) for line in text.split("\n"))
 
 
@@ -166,7 +166,7 @@ LONGEST = 4000
 
 
 def plain_text(value: object, limit: int = LONGEST) -> str:
-    """Any value on one line, without control characters, cut at ``limit`` characters."""
+    """Return any value on one line, without control characters, cut at ``limit`` characters."""
     text = value if isinstance(value, str) else _repr(value)
     text = "".join(
         one if one.isprintable() else " " if one in "\n\t" else "?" for one in text[: limit + 1].strip()

@@ -96,7 +96,8 @@ class Checkpointer:
         return self.memory is not None and path.startswith(f"{self.memory.path}/")
 
     def alone(self) -> Checkpointer:
-        """For a save by this rank, which has the whole state: it tells the other ranks nothing and waits for none."""
+        """Return the checkpointer of a save by this rank alone, which has the whole state: it sends nothing and waits
+        for none."""
         one = copy.copy(self)
         one.__dict__.pop("planner", None)
         one.communicator = Communicator(replace(self.runtime, world_size=1))
@@ -106,7 +107,8 @@ class Checkpointer:
         return one
 
     def gloo_communicator(self) -> Communicator:
-        """Of a group of its own: for what goes on while training uses the main one. Collective, once a run."""
+        """Return the communicator of a group of its own, for what goes on while training uses the main one. Collective,
+        once a run."""
         if self._gloo is None:
             self._gloo = self.communicator.with_gloo()
         return self._gloo
@@ -116,7 +118,7 @@ class Checkpointer:
         self.background.wait()
 
     def close(self) -> None:
-        """``wait``, and let other runs write this run's folder."""
+        """Wait for a save in the background, and let other runs write this run's folder."""
         try:
             self.wait()
         finally:

@@ -215,7 +215,8 @@ def try_optimizer(optimizer: torch.optim.Optimizer, groups: list[CheckedGroup], 
 def _on_small_parameters(
     groups: list[CheckedGroup], dtype: torch.dtype
 ) -> tuple[list[str], list[StateDict], StateDict]:
-    """Names, groups and state dict of small parameters, one for each kind of state; groups without any are left out."""
+    """Return names, groups and state dict of small parameters, one for each kind of state; groups without any are left
+    out."""
     names: list[str] = []
     state: dict[int, dict[str, object]] = {}
     given: list[StateDict] = []

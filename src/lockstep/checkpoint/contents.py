@@ -88,7 +88,7 @@ class FullModelSpec:
     ties: Mapping[str, str]
 
     def names_of(self, name: str) -> set[str]:
-        """All names of the weight that has this one."""
+        """Return all names of the weight that has this one."""
         first = self.ties.get(name, name)
         return {first, *(other for other, of in self.ties.items() if of == first)}
 

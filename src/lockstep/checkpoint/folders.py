@@ -275,7 +275,7 @@ def folder_of(project: ProjectConfiguration) -> str:
 
 
 def refuse_unfinished(directory: str) -> str:
-    """``directory``; raises UsageError for a name that directories have while they are written or removed."""
+    """Return ``directory``. Raises UsageError for a name that directories have while they are written or removed."""
     if directory.endswith((STAGING, REPLACED, REMOVED)):
         raise UsageError(
             f"{directory} has a suffix that unfinished checkpoints are given. Pass a directory with another name."
@@ -353,7 +353,7 @@ def withdraw(store: Store, directory: str) -> None:
 
 
 def _keep_newest_whole(store: Store, directory: str) -> None:
-    """Of a checkpoint and the one that it replaced, keep the newer that is whole."""
+    """Keep the newer one that is whole, of a checkpoint and the one that it replaced."""
     try:
         verify_checkpoint(store, directory)
     except UnreachableError:

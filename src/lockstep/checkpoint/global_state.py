@@ -21,7 +21,7 @@ from lockstep.errors import CheckpointError, UsageError
 
 
 def first_ranks(digests: list[str]) -> list[int]:
-    """For each rank the first one whose document has the same digest: it alone sends it."""
+    """Return for each rank the first one whose document has the same digest: that one alone sends it."""
     first: dict[str, int] = {}
     return [first.setdefault(digest, rank) for rank, digest in enumerate(digests)]
 
@@ -73,7 +73,7 @@ def split_divergent_state(
 
 
 def merge_states(everywhere: list[Document], ranks: list[int], contents: CheckpointContents) -> Document:
-    """state.json of ``ranks`` in one, of those of all ranks: where several tell of the same, the first one's is taken.
+    """Merge state.json of all ``ranks``: where several tell of the same, the first one's is taken.
 
     Raises:
         UsageError: optimizers of the ranks have different groups, or parameters that no model has; or stages of a

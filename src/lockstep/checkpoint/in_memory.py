@@ -282,7 +282,7 @@ def newest_first(
 
 
 def complete(listings: Sequence[Mapping[str, tuple[bytes, Sequence[str]]]]) -> list[MemoryCheckpoint]:
-    """Of what each machine has, the checkpoints that all together have whole."""
+    """Return the checkpoints that all machines together have whole."""
     holders: dict[tuple[str, bytes], dict[str, list[int]]] = {}
     for number, listing in enumerate(listings):
         for name, (manifest, files) in listing.items():

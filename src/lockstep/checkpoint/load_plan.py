@@ -246,7 +246,7 @@ def _plan_model(
 
 
 def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
-    """For each name, all names of tensors at the same place."""
+    """Return for each name all names of tensors at the same place."""
     names: dict[object, set[str]] = {}
     for name, tensor in places.items():
         # Empty tensors have no memory by which a tie could be seen.

@@ -132,7 +132,7 @@ class SavePlanner:
     def create_global_plan(
         self, local_plans: list[list[LocalShards]], signatures: Sequence[str] = ()
     ) -> SavePlan:
-        """Who writes what, of the plans of all ranks; this rank's part of it.
+        """Decide who writes what, from the plans of all ranks. Returns this rank's part of it.
 
         Raises:
             CheckpointError: ranks hold different tensors under one name, or not all of one.

@@ -100,7 +100,7 @@ class _SortedChunks:
             self._longest = max((chunk.shape[dim] for chunk in self._chunks), default=0)
 
     def near(self, region: ShardRegion) -> Iterator[ChunkMetadata]:
-        """All chunks that may share elements with the region."""
+        """Yield all chunks that may share elements with the region."""
         if self._dim is None:
             yield from self._chunks
             return

@@ -152,7 +152,7 @@ def _attempt(request: Callable[[], SaveRequest]) -> tuple[SaveRequest | None, Ex
 
 
 def plan_files(communicator: Communicator, request: SaveRequest) -> tuple[Writer, StagedState, StagingArea]:
-    """Who writes which part of the state into which files. Collective.
+    """Plan who writes which part of the state into which files. Collective.
 
     Returns this rank's part in it, what it writes, and where; nothing is left of the staging area if this raises.
     """

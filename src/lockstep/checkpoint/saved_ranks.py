@@ -61,7 +61,8 @@ class Sources:
         return [self._heads.get(other, first) for other in self._ranks_to_read()]
 
     def gradient_ranks(self) -> list[int]:
-        """For each rank that saved, whose gradients it had: ranks with other blocks or parts of them had the same."""
+        """Return for each rank that saved the rank whose gradients it had: ranks with other blocks or parts had the
+        same."""
         return [
             self._places[other].gradient_rank if other in self._places else other
             for other in self._ranks_to_read()
@@ -121,7 +122,7 @@ GRADIENTS = ("local", "reduced", "partial")
 def plan_window(
     checkpoint: Checkpoint, item: AccumulationWindow, name: str, sources: Sources, spread: set[int]
 ) -> tuple[AccumulationWindow, list[Document], int] | None:
-    """One state for each rank with gradients of its own when it was saved, and the number of this rank's.
+    """Return one state for each rank with gradients of its own when it was saved, and the number of this rank's.
 
     Where as many go on that are spread alike, each reads the tensors of its own. Of the models numbered ``spread`` this
     rank has some blocks.
@@ -257,7 +258,7 @@ def _has(value: object, what: str, fields: Mapping[str, type | tuple[type, ...]]
 
 
 def _without_replicas(states: list[Document], numbers: list[int]) -> list[Document]:
-    """Of ranks with the same number the first one's state, with what was stepped on of all their blocks."""
+    """Return one state for each rank number: the first one's, with what was stepped on of all its replicas' blocks."""
     joined: dict[int, Document] = {}
     for number, state in zip(numbers, states, strict=True):
         if number not in joined:

@@ -96,7 +96,7 @@ def collect(contents: CheckpointContents, rank: int) -> RankState:
 
 
 def collect_random(found: RankState, rank: int) -> None:
-    """Where this rank's generators of random numbers stand now."""
+    """Note where this rank's random number generators stand."""
     found.own["rng"] = encode(rng_state(), found.of_rank, f"rank.{rank}.rng")
 
 
@@ -119,7 +119,7 @@ def _collect_of_rank(item: Any, name: str, rank: int, found: RankState) -> objec
 def collect_weights(
     weights: Mapping[str, object], parameters: set[str], number: int, found: RankState
 ) -> dict[str, object]:
-    """Names of tied weights by the first name of each, and what is no tensor, as JSON."""
+    """Return names of tied weights by the first name of each, and what is no tensor, as JSON."""
     first_names: dict[object, str] = {}
     ties = found.ties.get(number, {})
     document: Document = {"ties": {}, "extra": {}}

@@ -92,7 +92,7 @@ class SaveRequest:
         return bool(self.checkpointer.hooks.save) or self.gathers
 
     def freeze(self) -> None:
-        """From now on the state that a save in the background writes is that of now."""
+        """Keep the state as it is now for the save that writes it in the background."""
         if self.copies is not None:
             self.copies.freeze(self.state)
 
@@ -238,7 +238,7 @@ class Writer:
 
 
 def yield_to_training() -> None:
-    """From now on this thread, and those that it starts, run when others leave a core free.
+    """Let this thread, and those that it starts, run only when others leave a core free.
 
     They get a tenth of a busy core. With less, the next save would have to wait for this one.
     """
@@ -275,7 +275,7 @@ def run_hooks(
 
 @contextmanager
 def _as_whole_models(contents: CheckpointContents, weights: list[dict[str, object]]) -> Iterator[None]:
-    """Inside, ``state_dict`` of a model gives the weights that were gathered: one rank may save them alone."""
+    """Let ``state_dict`` of a model give the gathered weights inside of the block: one rank may save them alone."""
     with ExitStack() as handles:
         for model, gathered in zip(contents.models, weights, strict=True):
             handles.callback(model.register_state_dict_post_hook(partial(_show, dict(gathered))).remove)

@@ -176,7 +176,7 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def run_command(words: Sequence[str]) -> None:
-    """``lockstep`` with these words, in a process of its own, as a launch ends the one that it is called in.
+    """Run ``lockstep`` with these words in a process of its own, since a launch ends the process that it is called in.
 
     Raises:
         subprocess.CalledProcessError: it failed.

@@ -201,7 +201,7 @@ def show_command(directory: str, with_tensors: bool, as_json: bool) -> None:
 
 
 def _show_list(store: Store, places: list[str], as_json: bool) -> None:
-    """One line for each checkpoint, the newest first."""
+    """Print one line for each checkpoint, the newest first."""
     from lockstep.checkpoint.summary import summarize
     from lockstep.errors import CheckpointError
 

@@ -89,7 +89,7 @@ def command(model: str, arguments: str | None, optimizer: str, as_json: bool, **
 
 
 def _averaging(facts: ModelFacts, ranks: Sequence[int], bandwidth: str | None) -> list[AveragingTime]:
-    """Of float32 gradients; none without a bandwidth."""
+    """Return how long float32 gradients take to be averaged; nothing without a bandwidth."""
     if bandwidth is None:
         return []
     from lockstep.config.values import bytes_of

@@ -78,7 +78,7 @@ def print_estimate(
 
 
 def print_averaging(rows: Sequence[AveragingTime], bandwidth: str | None) -> None:
-    """By the two kinds of communication that average gradients."""
+    """Print the time by the two kinds of communication that average gradients."""
     if not rows:
         return
     _print_escaped(

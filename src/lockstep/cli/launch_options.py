@@ -28,7 +28,7 @@ def dashes(token: str) -> str:
 
 
 def options() -> list[click.Parameter]:
-    """All options, those of Accelerate's command lines hidden."""
+    """Return all options, those of Accelerate's command lines hidden."""
     shown: list[click.Parameter] = [
         option(one) for settings in TOPICS.values() for one in settings if one.flags
     ]
@@ -62,7 +62,7 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
 
 
 def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:
-    """``words`` before the script, where ``--tee`` may be a switch or have one of torchrun's values.
+    """Return ``words`` before the script, where ``--tee`` may be a switch or have one of torchrun's values.
 
     Such a value is read as one more switch; with 0, which shows nothing, there is none.
     """

@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _printable(message: str) -> str:
-    """Without control characters, which a name or value that the message quotes could send to the terminal."""
+    """Return ``message`` without control characters, which a quoted name or value could send to the terminal."""
     from lockstep.words import escaped_lines
 
     return escaped_lines(message)

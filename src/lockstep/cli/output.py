@@ -86,7 +86,7 @@ def kept_folder(command: str, keep: Path | None) -> Iterator[Path]:
 
 
 def write_json(path: Path | None, report: Mapping[str, object]) -> None:
-    """To a file; "-": to standard output; None: nowhere."""
+    """Write JSON to a file; "-" is standard output, None nowhere."""
     if path is None:
         return
     text = json.dumps(report, indent=2)

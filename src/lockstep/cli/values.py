@@ -42,7 +42,7 @@ class IntegerRange(click.IntRange):
 
 
 def process_counts(text: str, flag: str, most: int) -> list[int]:
-    """At most so many numbers of processes, joined by commas.
+    """Return the numbers of processes in a text, which commas join; at most ``most``.
 
     Raises:
         ConfigError: one of them is none, or there are more.

@@ -70,12 +70,12 @@ class Communicator(CallExchange):
     """
 
     def with_gloo(self) -> Communicator:
-        """One of all ranks, in a new group of gloo: for a thread of its own, or for files."""
+        """Make a communicator of all ranks in a new group of gloo: for a thread of its own, or for files."""
         group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         return Communicator(replace(self.runtime, backend="gloo"), group)
 
     def gather(self, tree: Tree) -> Tree:
-        """Every tensor replaced by the concatenation along dim 0 of all ranks' tensors, in rank order.
+        """Replace every tensor by the concatenation along dim 0 of all ranks' tensors, in rank order.
 
         (n_r, ...) on rank r becomes (sum of n_r, ...); a 0-d tensor counts as one row. The n_r may
         differ, also be 0. In a world of one the tree comes back as it is.
@@ -95,7 +95,7 @@ class Communicator(CallExchange):
         return map_leaves(lambda path, _: results[path], tree)
 
     def gather_for_loss(self, tree: Tree, problem: Exception | None = None) -> Tree:
-        """``gather``, whose backward gives each rank the sum of all ranks' gradients of its own rows.
+        """Gather with a backward that gives each rank the sum of all ranks' gradients of its own rows.
 
         Every rank must use the result in its loss, or none: backward is a collective too.
 
@@ -119,7 +119,7 @@ class Communicator(CallExchange):
         return map_leaves(lambda path, _: results[path], tree)
 
     def reduce(self, tree: Tree, reduction: Reduction = "mean", scale: float = 1.0) -> Tree:
-        """Every tensor replaced by its sum, mean or maximum over the ranks, times ``scale``, with its dtype.
+        """Replace every tensor by its sum, mean or maximum over the ranks, times ``scale``, with its dtype.
 
         float16 and bfloat16 are summed in float32 and rounded once. The mean of integers is
         floating-point, the sum of booleans counts them. "none" returns the tree as it is.
@@ -161,7 +161,7 @@ class Communicator(CallExchange):
     def pad_across_processes(
         self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Tree:
-        """Every tensor padded with ``pad_index`` along ``dim`` to the largest size on any rank.
+        """Pad every tensor with ``pad_index`` along ``dim`` to the largest size on any rank.
 
         Padding goes to the end, or to the beginning with ``pad_first``. Tensors without such a dim
         stay as they are, as do nested tensors, with a warning; sizes along other dims may differ.
@@ -213,7 +213,8 @@ class Communicator(CallExchange):
         return [one for other in payloads for one in pickle.loads(other)]
 
     def gather_alike(self, value: object, error: Exception | None = None) -> list[Any]:
-        """``value`` of every rank, in rank order, where they are mostly the same: then two numbers travel, no pickle.
+        """Return ``value`` of every rank, in rank order, where they are mostly the same: then two numbers travel, no
+        pickle.
 
         Args:
             value: Equal where its ``repr`` is.
@@ -248,7 +249,7 @@ class Communicator(CallExchange):
     def transfer(
         self, tensor: torch.Tensor | None, like: torch.Tensor, from_process: int, to_process: int
     ) -> torch.Tensor | None:
-        """``tensor`` of rank ``from_process`` on rank ``to_process``, in host memory; None on the others.
+        """Return ``tensor`` of rank ``from_process`` on rank ``to_process``, in host memory; None on the others.
 
         Both ranks call it, others may. ``like`` has its shape and dtype, maybe on the meta device.
         """

@@ -161,7 +161,7 @@ class CommCounter:
         self._exits.close()
 
     def _recorded_elsewhere(self, original: Callable[..., object], owner: int) -> Callable[..., object]:
-        """``original``, recorded when called in a thread other than ``owner``'s."""
+        """Record ``original`` when it is called in a thread other than ``owner``'s."""
 
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:

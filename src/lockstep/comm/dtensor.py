@@ -81,7 +81,7 @@ def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @torch.no_grad()
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, on the device of its mesh; collective. It may share memory with this rank's part."""
+    """Return all of a DTensor, on the device of its mesh; collective. It may share memory with this rank's part."""
     assert is_dtensor(tensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     tensor = tensor.to(mesh.device_type)
@@ -145,7 +145,7 @@ def _shown_class() -> type[torch.Tensor]:
 
 @contextmanager
 def shown_whole(tensors: Sequence[Any], wholes: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, these DTensors themselves act as the plain tensors ``wholes``, wherever they are held."""
+    """Let these DTensors act as the plain tensors ``wholes`` inside of the block, wherever they are held."""
     kinds = [type(tensor) for tensor in tensors]
     for tensor, whole in zip(tensors, wholes, strict=True):
         tensor.whole_value = whole

@@ -52,7 +52,7 @@ def is_partial(placement: Placement) -> bool:
 
 
 def whole_region(shape: Sequence[int]) -> ShardRegion:
-    """All of a tensor, held whole."""
+    """Return all of a tensor, held whole."""
     zeros = (0,) * len(shape)
     return ShardRegion(zeros, tuple(shape), zeros)
 
@@ -88,7 +88,7 @@ def local_shape(
 def local_ranges(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[object], coordinate: Sequence[int]
 ) -> list[list[Range]]:
-    """By tensor dimension, the indices that the rank at ``coordinate`` holds, in the order of its local part."""
+    """Return by tensor dimension the indices that the rank at ``coordinate`` holds, in the order of its local part."""
     ranges: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
     for axis, factor in _in_order(mesh_shape, placements):
         dim = dim_of(placements[axis])
@@ -132,7 +132,7 @@ def _factor(placement: object) -> int:
 
 
 def _chunks(ranges: list[Range], number: int) -> list[list[Range]]:
-    """As ``torch.chunk`` of the indices, with empty chunks in the end where there are too few."""
+    """Cut the indices as ``torch.chunk`` does, with empty chunks in the end where there are too few."""
     total = sum(count for _, count in ranges)
     # Rounded up, as torch.chunk does: only the last chunk that is not empty may be shorter.
     most = -(-total // number)

@@ -90,7 +90,7 @@ def _samples(step: StepState, rows: int) -> int:
 
 
 def sample_weights(step: StepState, rank: int, device: torch.device) -> torch.Tensor | None:
-    """Per row of this rank's batch: 1 for a sample, 0 for padding; float32 of shape (rows,).
+    """Return for each row of this rank's batch 1 for a sample and 0 for padding: float32 of shape (rows,).
 
     None outside of a prepared loader, or where it cannot count.
     """
@@ -119,7 +119,8 @@ def _real_rows(length: int, rows: int, real: int) -> int:
 
 
 def _has_lists(data: object) -> bool:
-    """Whether it is a tuple or mapping of containers and tensors, some of them lists of other objects than tensors."""
+    """Return whether it is a tuple or mapping of containers and tensors, some of them lists of other objects than
+    tensors."""
     parts = [part for _, part in children(data) or ()] if isinstance(data, (tuple, Mapping)) else []
     return all(isinstance(part, (list, tuple, Mapping, torch.Tensor)) for part in parts) and any(
         _has_lists(part) or (isinstance(part, list) and not _all_tensors(part)) for part in parts
@@ -186,7 +187,7 @@ class CollectiveMethods:
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
-        """Inside, the script waits for other ranks."""
+        """Count the time inside of the block as waiting for other ranks."""
         part = self._step.clock.enter("communication") if self.runtime.world_size > 1 else ""
         try:
             yield
@@ -328,7 +329,8 @@ class CollectiveMethods:
         self.flag_tensor = torch.tensor(1, device=self.runtime.control_device)
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called ``set_trigger`` since the last check. It clears the flag. Call it on every rank.
+        """Return whether any rank has called ``set_trigger`` since the last check. It clears the flag. Call it on every
+        rank.
 
         Examples:
             ```python

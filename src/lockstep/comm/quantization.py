@@ -31,13 +31,13 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def message_bytes(count: int, block: int = BLOCK, bits: int = 8) -> int:
-    """Bytes of ``count`` values as a message: ``bits`` for each, rounded up, and four for each block's scale."""
+    """Return bytes of ``count`` values as a message: ``bits`` for each, rounded up, and four for each block's scale."""
     _check(block, bits)
     return _payload_bytes(count, bits) + 4 * _ceil_div(count, block)
 
 
 def to_message(values: torch.Tensor, block: int = BLOCK, bits: int = 8) -> torch.Tensor:
-    """``values`` (..., n) as uint8 (..., message_bytes(n)): the blocks' scales, then the integers.
+    """Return ``values`` (..., n) as uint8 (..., message_bytes(n)): the blocks' scales, then the integers.
 
     Raises:
         ConfigError, UsageError: as :func:`quantize`.

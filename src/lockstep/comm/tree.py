@@ -74,7 +74,7 @@ def rebuild(tree: Any, parts: Iterable[Any]) -> Any:
 
 
 def map_leaves(fn: Callable[[str, Any], object], tree: object, path: str = "") -> Any:
-    """``tree`` with every leaf replaced by ``fn(path, leaf)``."""
+    """Return ``tree`` with every leaf replaced by ``fn(path, leaf)``."""
     parts = children(tree)
     if parts is None:
         return fn(path, tree)
@@ -82,7 +82,7 @@ def map_leaves(fn: Callable[[str, Any], object], tree: object, path: str = "") -
 
 
 def map_tensors(fn: Callable[[torch.Tensor], object], tree: object) -> Any:
-    """``tree`` with every tensor replaced by ``fn(tensor)``; other leaves pass through."""
+    """Return ``tree`` with every tensor replaced by ``fn(tensor)``; other leaves pass through."""
     return map_leaves(lambda _, leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
@@ -198,7 +198,8 @@ def mover(
     non_blocking: bool,
     move_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """``send_to_device`` as a function of data and skipped keys; ``move_tensor``, if given, moves the tensors."""
+    """Return a function of data and skipped keys that acts as ``send_to_device``; ``move_tensor``, if given, moves the
+    tensors."""
     move = methodcaller("to", device, non_blocking=non_blocking)
     return partial(_moved, move_tensor or move, partial(_move_object, move, device))
 

@@ -87,7 +87,7 @@ class AcceleratorArguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **others: Any) -> AcceleratorArguments:
-        """Those among ``given`` arguments, and ``others`` in place of theirs."""
+        """Return those among ``given`` arguments, and ``others`` in place of theirs."""
         own = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in own} | others)
 
@@ -104,7 +104,7 @@ class AcceleratorArguments:
         return any(one is not None for one in asked)
 
     def as_settings(self) -> dict[str, object]:
-        """Those that flags, environment and files may set, too; None: the code does not say."""
+        """Return the arguments that flags, environment and files may set, too; None: the code does not say."""
         steps, plugin = self.gradient_accumulation_steps, self.dynamo_plugin
         return {
             "mixed_precision": self.mixed_precision,
@@ -124,7 +124,7 @@ class AcceleratorArguments:
         return replace(loaders, split_batches=True) if self.split_batches else loaders
 
     def project(self) -> ProjectConfiguration:
-        """``project_config`` itself, which gets ``project_dir`` if it has no directory."""
+        """Return ``project_config`` itself, which gets ``project_dir`` if it has no directory."""
         project = self.project_config or ProjectConfiguration()
         if self.project_dir is not None and project.project_dir is None:
             project.set_directories(self.project_dir)
@@ -151,7 +151,8 @@ def refuse_two_answers(arguments: AcceleratorArguments) -> None:
 
 
 def handlers_by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """One handler of each kind, defaults where none was given; of recipes for fp8 and policies only what was given.
+    """Return one handler of each kind, defaults where none was given; of recipes for fp8 and policies only what was
+    given.
 
     Raises:
         ConfigError: an unknown object, or two of one kind.

@@ -44,7 +44,7 @@ class StringEnum(str, Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[str]:
-        """All values, in order of definition."""
+        """Return all values, in order of definition."""
         return [member.value for member in cls]
 
 

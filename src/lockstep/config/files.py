@@ -103,7 +103,8 @@ def check_plain_file(path: str) -> None:
 
 
 def check_shard(folder: str, name: str) -> None:
-    """As ``check_plain_file``, for a ``name`` that an index in ``folder`` gives: it must not lead out of the folder.
+    """Check a ``name`` that an index in ``folder`` gives, as ``check_plain_file`` does; it must not lead out of the
+    folder.
 
     Links into the ``blobs`` beside ``snapshots`` do not: such is the cache of the Hugging Face Hub.
 
@@ -186,7 +187,7 @@ def read_json(path: str | Path) -> dict[str, object]:
 
 
 def parse_json(text: str, name: str) -> dict[str, object]:
-    """Like :func:`read_json`, from a text; ``name`` appears in messages."""
+    """Read a JSON text as :func:`read_json` reads a file; ``name`` appears in messages."""
     try:
         data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:

@@ -39,7 +39,7 @@ class Host:
 
 
 def parse_hosts(value: object) -> tuple[Host, ...]:
-    """``a,me@b:8,[::1]:2``, or a list of such; after the colon the number of processes.
+    """Parse ``a,me@b:8,[::1]:2``, or a list of such; after the colon the number of processes.
 
     Raises:
         ConfigError: an entry is not a host, or a host is there twice.
@@ -51,7 +51,7 @@ def parse_hosts(value: object) -> tuple[Host, ...]:
 
 
 def parse_one(value: object) -> Host:
-    """One host, with its user and its slots; raises ConfigError."""
+    """Parse one host, with its user and its slots. Raises ConfigError."""
     if not isinstance(value, str) or len(value) > 400:
         raise ConfigError(f"{repr_short(value)} is not a host name or IP address")
     user, at, rest = value.strip().rpartition("@")

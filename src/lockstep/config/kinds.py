@@ -91,7 +91,7 @@ class ValueKind:
 
 
 def _kind(read: Callable[[object], object], **other: Any) -> ValueKind:
-    """Of a reader whose messages need a name before them and what to do after them."""
+    """Return the kind of a reader whose messages need a name before them and what to do after them."""
 
     def with_origin(value: object, origin: str) -> object:
         try:

@@ -68,7 +68,7 @@ def parallel_sources(asked: Mapping[str, SettingValue]) -> dict[str, str]:
 
 
 def joined_sources(sources: Mapping[str, str]) -> str:
-    """Several sources as one text, each once."""
+    """Join several sources to one text, each once."""
     return "; ".join(dict.fromkeys(sources.values()))
 
 
@@ -83,7 +83,7 @@ def parallel_of(asked: Mapping[str, SettingValue]) -> Parallel:
 
 
 def precision_of(asked: Mapping[str, SettingValue]) -> str:
-    """``fp8``, ``fp16``, ``bf16`` or ``no``."""
+    """Return the precision: ``fp8``, ``fp16``, ``bf16`` or ``no``."""
     return next((word for word in ("fp8", "fp16", "bf16") if word in asked and asked[word].value), "no")
 
 

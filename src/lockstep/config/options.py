@@ -189,7 +189,8 @@ def _accumulation(
 
 
 def _has_foreign_words(plugins: Sequence[object]) -> bool:
-    """Whether there is anything in the words of other libraries: a plugin, a variable, a file that nobody has read."""
+    """Return whether there is anything in the words of other libraries: a plugin, a variable, a file that nobody has
+    read."""
     has_unread_file = not is_launched() and named_config_file() is not None
     return has_unread_file or speaks_accelerate() or any(one is not None for one in plugins)
 
@@ -272,7 +273,7 @@ def _given_by_code(
 def _parallel_values(
     settings: Mapping[str, SettingValue], given: Mapping[str, object]
 ) -> dict[str, SettingValue]:
-    """``parallel`` and its fields; those win over a ``parallel`` of the environment."""
+    """Return ``parallel`` and its fields; those win over a ``parallel`` of the environment."""
     given = {name: value for name, value in given.items() if value is not None}
     if settings["parallel"].value is None and not given:
         return {}

@@ -41,7 +41,7 @@ NOT_FOLDERS = ("auto", "cuda", "disk", "gpu", "host", "meta", "none", "nvme", "r
 
 
 def known_word(name: str, known: Collection[str]) -> str:
-    """``name``, if it is a field; raises ConfigError with the nearest one else."""
+    """Return ``name``, if it is a field. Raises ConfigError with the nearest one else."""
     if name not in known:
         words = [*(field for field in known if field != "strategy"), *Strategy.list()]
         hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
@@ -94,7 +94,7 @@ def _blocks(value: Any, origin: str) -> tuple[str, ...] | BlockRule:
 
 
 def _batch_dims(value: object, origin: str) -> tuple[str, ...]:
-    """``ids=0,pos=none``, in code also ``{"ids": 0, "pos": None}``, as ``("ids=0", "pos=none")``."""
+    """Read ``ids=0,pos=none``, in code also ``{"ids": 0, "pos": None}``, as ``("ids=0", "pos=none")``."""
     if isinstance(value, Mapping):
         value = [f"{name}={'none' if dim is None else dim}" for name, dim in value.items()]
     entries = value.split(",") if isinstance(value, str) else value
@@ -121,7 +121,7 @@ def _loss(value: object, origin: str) -> str:
 
 
 def _offload(value: object, origin: str) -> Offload:
-    """One of the words; a truth value is all or nothing."""
+    """Read one of the words; a truth value is all or nothing."""
     if isinstance(value, str) and value in Offload.list():
         return Offload(value)
     try:
@@ -134,7 +134,7 @@ def _offload(value: object, origin: str) -> Offload:
 
 
 def _offload_to(value: object, origin: str) -> str:
-    """``cpu``, or a folder as a text that stays one word in a line."""
+    """Read ``cpu``, or a folder as a text that stays one word in a line."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or text.lower() in NOT_FOLDERS:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _tp_plan(value: Any, origin: str) -> str | tuple[tuple[str, str], ...] | Non
 
 
 def _verify(value: object, origin: str) -> str:
-    """``first_step``, ``off``, or ``every:N`` (in code also "every N")."""
+    """Read ``first_step``, ``off``, or ``every:N`` (in code also "every N")."""
     if isinstance(value, bool):
         return "first_step" if value else "off"
     text = str(value)

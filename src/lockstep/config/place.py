@@ -219,7 +219,7 @@ def _local_place(
     node_rank: int | None,
     address: str | None,
 ) -> tuple[int, int]:
-    """(local rank, local world size); where nothing is said, all are here if they meet on the loopback."""
+    """Return (local rank, local world size); where nothing is said, all are here if they meet on the loopback."""
     local_rank = _integer(environ, launcher.local_rank, at_least=0)
     local_size = _local_world_size(environ, launcher, world_size, node_rank)
     here = address is None or address in ("localhost", "::1") or address.startswith("127.")

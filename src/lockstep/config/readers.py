@@ -106,7 +106,7 @@ DTYPE_WORDS = {
 
 
 def dtype(value: object, key: str) -> str:
-    """``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
+    """Read ``fp32``, ``fp16`` or ``bf16`` from any of their names, or from a torch.dtype."""
     text = str(value).lower()
     if text not in DTYPE_WORDS:
         raise refused(value, key, "one of fp32, fp16, bf16", "Use one of them.")
@@ -118,12 +118,12 @@ offload_device = word({"none": None, "cpu": "cpu", "nvme": "nvme"})
 
 
 def offloaded_to_host(value: object, key: str) -> str | None:
-    """DeepSpeed's older switches, as a device."""
+    """Read DeepSpeed's older switches as a device."""
     return "cpu" if parse_bool(value, key) else None
 
 
 def offload_all(value: object, key: str) -> str | None:
-    """FSDP's switch: where parameters rest, gradients and optimizer state do."""
+    """Read FSDP's switch: where parameters rest, gradients and optimizer state do."""
     return "all" if parse_bool(value, key) else None
 
 
@@ -137,7 +137,7 @@ def folder(value: object, key: str) -> str | None:
 
 
 def names(value: object, key: str) -> tuple[str, ...] | None:
-    """Names from a list or joined by commas."""
+    """Parse names from a list or joined by commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
         isinstance(part, str) for part in parts

@@ -42,7 +42,7 @@ class RunConfig(_Fields):
     @model_validator(mode="before")
     @classmethod
     def _range_of_machines(cls, data: Any) -> object:
-        """``num_machines: "1:4"`` says both ends."""
+        """Read the range of machines: ``num_machines: "1:4"`` says both ends."""
         given = data.get("num_machines") if isinstance(data, dict) else None
         if not isinstance(given, str) or ":" not in given:
             return data

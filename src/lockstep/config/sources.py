@@ -252,7 +252,8 @@ def shares_console(environ: Environ | None = None) -> bool:
 
 
 def user_config_file(environ: Environ | None = None) -> Path:
-    """Where `lockstep config` writes: LOCKSTEP_CONFIG_FILE, or config.yaml in the user's configuration folder."""
+    """Return where `lockstep config` writes: LOCKSTEP_CONFIG_FILE, or config.yaml in the user's configuration
+    folder."""
     environ = os.environ if environ is None else environ
     if environ.get(CONFIG_VARIABLE):
         return Path(os.path.expanduser(environ[CONFIG_VARIABLE]))  # keeps ~nobody, and raises nothing
@@ -318,7 +319,7 @@ def patch_environment(**variables: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Inside of the block, the process has no environment variables. Afterwards it has those from before.
+    """Remove all environment variables inside of the block. Afterwards the process has those from before.
 
     Examples:
         ```python

@@ -31,7 +31,7 @@ HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.
 
 
 def repr_short(value: object, limit: int = 40) -> str:
-    """``value`` as text for a message, cut at ``limit`` characters."""
+    """Return ``value`` as text for a message, cut at ``limit`` characters."""
     try:
         text = repr(value)[: limit * 8] if not isinstance(value, str) else repr(value[: limit * 2])
     except ValueError:  # of integers with thousands of digits
@@ -40,7 +40,7 @@ def repr_short(value: object, limit: int = 40) -> str:
 
 
 def plain(value: object, limit: int = 40) -> str:
-    """``value`` as text for a message, without quotes: on one line, and cut at ``limit`` characters."""
+    """Return ``value`` as text for a message, without quotes: on one line, and cut at ``limit`` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -85,7 +85,7 @@ def parse_host(value: object) -> str | None:
 
 
 def parse_gpus(value: object) -> str | None:
-    """``all``, or GPU numbers joined by commas, from a list or a text; raises ConfigError."""
+    """Parse ``all``, or GPU numbers joined by commas, from a list or a text. Raises ConfigError."""
     if value is None or value == "all":
         return value
     parts = (
@@ -105,7 +105,7 @@ def parse_gpus(value: object) -> str | None:
 
 
 def parse_precision(value: object, origin: str) -> PrecisionType:
-    """``no``, ``fp16``, ``bf16`` or ``fp8``, in any case; raises ConfigError."""
+    """Parse ``no``, ``fp16``, ``bf16`` or ``fp8``, in any case. Raises ConfigError."""
     word, known = str(value).lower(), PrecisionType.list()
     if word not in known:
         raise ConfigError(
@@ -173,7 +173,7 @@ def check_word(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing when none is near."""
+    """Return `` Did you mean 'x'?`` for the nearest known name, or nothing when none is near."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word[:100].lower(), by_lower, n=1, cutoff=0.5)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
@@ -191,7 +191,7 @@ def decimal_number(value: object) -> float:
 
 
 def parse_machines(value: object) -> tuple[int, int]:
-    """(least, most) machines from ``N`` or ``MIN:MAX``; raises ConfigError."""
+    """Parse ``N`` or ``MIN:MAX`` as (least, most) machines. Raises ConfigError."""
     text = str(value).strip() if type(value) in (int, str) else ""
     least, _, most = text.partition(":")
     try:
@@ -205,7 +205,7 @@ def parse_machines(value: object) -> tuple[int, int]:
 
 
 def parse_endpoint(value: object) -> tuple[str, int]:
-    """(host, port) from ``HOST:PORT`` or ``[IPV6]:PORT``; raises ConfigError."""
+    """Parse ``HOST:PORT`` or ``[IPV6]:PORT`` as (host, port). Raises ConfigError."""
     host, colon, port = str(value).rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     try:
@@ -224,7 +224,7 @@ def parse_interface(value: object) -> str | None:
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """Names of environment variables, from a list or joined by commas; raises ConfigError."""
+    """Parse names of environment variables from a list or joined by commas. Raises ConfigError."""
     parts = value.split(",") if isinstance(value, str) else value
     if isinstance(parts, (list, tuple)):
         names = [part.strip() for part in parts if isinstance(part, str)]
@@ -325,7 +325,7 @@ _UNITS = {
 
 
 def bytes_of(size: int | float | str, origin: str, at_least: int = 0) -> int:
-    """Bytes of a number, or of a text such as ``"10GB"`` or ``"512MiB"``, in any case.
+    """Parse bytes from a number, or from a text such as ``"10GB"`` or ``"512MiB"``, in any case.
 
     Raises:
         ConfigError: it is neither, or below ``at_least``; the message begins with ``origin``.

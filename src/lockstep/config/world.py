@@ -91,7 +91,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, settings: Mapping[str, SettingValue]) -> BatchSizes:
-        """From the settings that were said."""
+        """Read the batch sizes from the settings that were said."""
         given = [settings[name] for name in BATCH_SETTINGS if name in settings]
         train, micro, accumulation = (
             settings[name].value if name in settings else None for name in BATCH_SETTINGS
@@ -99,7 +99,7 @@ class BatchSizes:
         return cls(train, micro, accumulation, tuple(item.source for item in given))
 
     def solved(self, world_size: int, ranks: str = "processes") -> BatchSizes:
-        """With what follows for so many processes, which messages call ``ranks``; what does not follow stays None.
+        """Fill in what follows for so many processes, which messages call ``ranks``; what does not follow stays None.
 
         Raises:
             ConfigError: the numbers do not fit; the message has the arithmetic.

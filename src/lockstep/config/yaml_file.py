@@ -41,7 +41,7 @@ class YamlFile:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def at(self, *path: str) -> str:
-        """``file:line: key`` for a message."""
+        """Return the place of a key as ``file:line: key`` for a message."""
         where = f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
         return f"{where}: {'.'.join(path)}" if path else where
 
@@ -59,7 +59,7 @@ def read_yaml(path: str | Path) -> YamlFile:
 
 
 def parse_yaml(text: str, name: str) -> YamlFile:
-    """Like :func:`read_yaml`, from a text; ``name`` appears in messages."""
+    """Read a YAML text as :func:`read_yaml` reads a file; ``name`` appears in messages."""
     try:
         loader = _BoundedLoader(text)
         try:

@@ -132,7 +132,7 @@ class Client:
             return self._received.popleft()
 
     def close(self) -> None:
-        """Leave; a thread that waits in :meth:`receive` gets a ControlError. Closing again does nothing."""
+        """Leave. A thread that waits in :meth:`receive` gets a ControlError. Closing again does nothing."""
         with contextlib.suppress(OSError):
             # Wakes the thread that waits.
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -48,7 +48,7 @@ class Secret:
         return self._value.hex()
 
     def sign(self, content: bytes) -> bytes:
-        """HMAC-SHA256 of ``content``, 32 bytes."""
+        """Sign ``content`` by HMAC-SHA256, 32 bytes."""
         return hmac.digest(self._value, content, hashlib.sha256)
 
     def __eq__(self, other: object) -> bool:

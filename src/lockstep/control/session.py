@@ -86,7 +86,7 @@ def close_after_fork(holder: HoldsSockets) -> None:
 
 
 def name_of(address: tuple[str, int]) -> str:
-    """``host:port`` for a message."""
+    """Return the address as ``host:port`` for a message."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -211,7 +211,7 @@ def _rounds_of_slices(
 
 
 def _slices(rows: list[T], first: list[T], least: int, plan: ShardPlan) -> GlobalBatch[T]:
-    """``rows`` cut into the smallest equal slices that hold them and ``least`` rows, filled from ``first``."""
+    """Cut ``rows`` into the smallest equal slices that hold them and ``least`` rows, filled from ``first``."""
     # Equal slices of as few rows as possible, so that the rows of a round in rank order are the next ones of the order.
     count = len(rows)
     per_rank = -(-max(least, count) // plan.world_size)

@@ -21,7 +21,8 @@ from lockstep.errors import ConfigError, UsageError
 def decide(
     loader: DataLoader[object], config: DataLoaderConfiguration, axes: ParallelDims
 ) -> tuple[ShardPlan, bool]:
-    """How the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot be."""
+    """Decide how the loader is dealt, and whether rank 0 dispatches it. Raises UsageError or ConfigError if it cannot
+    be."""
     check_loader(loader, axes.data)
     if cuts_whole_batches(loader, config) and axes.data > 1:
         if config.dispatch_batches is False:
@@ -84,7 +85,7 @@ def should_dispatch(loader: DataLoader[object], config: DataLoaderConfiguration,
 
 
 def lengths(loader: DataLoader[object]) -> tuple[int | None, int | None]:
-    """Numbers of batches and of samples in one pass over the whole order (None: not known)."""
+    """Return numbers of batches and of samples in one pass over the whole order (None: not known)."""
     try:
         if is_iterable(loader):
             samples = len(loader.dataset)  # type: ignore[arg-type]

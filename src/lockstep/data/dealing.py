@@ -46,7 +46,8 @@ class Dealing:
         later: Iterable[Sequence[object]],
         first: Sequence[Sequence[object]],
     ) -> Iterator[object]:
-        """``later`` are the batches that are dealt, and ``first`` those that may complete the last round.
+        """Yield batches: ``later`` are the batches that are dealt, and ``first`` those that may complete the last
+        round.
 
         Most rounds are cut out of the samples directly, in few calls. ``batch_sharding.rounds`` deals all others.
         """
@@ -100,7 +101,7 @@ class Dealing:
         cut.put_back(rows)
 
     def _rounds_with_ends(self, batches: Iterator[GlobalBatch[object]]) -> Iterator[object]:
-        """All other rounds."""
+        """Yield the rounds with their ends."""
         for left_out in islice(batches, self.left_out):
             self._pass(left_out)
         base = self.base = self.base or (self.samples,)
@@ -122,7 +123,7 @@ class Dealing:
     def _with_ends(
         self, batches: Iterator[GlobalBatch[object]]
     ) -> Iterator[tuple[GlobalBatch[object], bool, bool]]:
-        """Each round, whether the epoch is over with it, whether these ranks have a batch in the next one."""
+        """Yield each round, whether the epoch is over with it, whether these ranks have a batch in the next one."""
         samples, order = self.samples, self.order
         if order is not None and self.plan.world_size == 1 and order.is_over(samples) is not None:
             # See _whole for why nothing is read ahead.
@@ -151,7 +152,7 @@ class Dealing:
         return None if self.order is None or self.order.digest is None else self.order
 
     def _own_parts(self, batch: GlobalBatch[object] | None) -> list[tuple[int, list[object]]]:
-        """Rank and rows, for those of ``ranks`` that have a batch in this round."""
+        """Return rank and rows, for those of ``ranks`` that have a batch in this round."""
         return (
             [] if batch is None else [(rank, batch.parts[rank]) for rank in self.ranks if batch.parts[rank]]
         )

@@ -98,7 +98,7 @@ class SeededSampler(SeedableRandomSampler):
 
 
 def with_seedable(sampler: T, seed: int) -> tuple[T | SeededSampler, SeededSampler | None]:
-    """``sampler``, or a copy of it, in which a ``RandomSampler`` is seeded for each epoch; and what does that."""
+    """Return ``sampler``, or a copy of it in which a ``RandomSampler`` is seeded for each epoch, and what does that."""
     if isinstance(sampler, RandomSampler):
         seedable = SeededSampler(sampler, seed)
         return seedable, seedable
@@ -126,7 +126,8 @@ def of_samplers(loader: DataLoader[object], generators: Generators) -> int:
 
 
 def stateful_samplers(loader: DataLoader[object]) -> list[Any]:
-    """Those that keep a state of their own. The order of one with ``set_epoch`` is a function of the epoch."""
+    """Return the samplers that keep a state of their own. The order of one with ``set_epoch`` is a function of the
+    epoch."""
     methods = ("state_dict", "load_state_dict")
     return [
         sampler
@@ -187,7 +188,8 @@ class Drawing:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """In which torch's loader begins the iteration, and a replay comes to where the epoch stands."""
+        """Surround the beginning of an iteration of torch's loader, in which a replay comes to where the epoch
+        stands."""
         if not self.is_replay:
             with nullcontext() if self.private is None else self.private.begun():
                 yield
@@ -298,7 +300,8 @@ class DrawnOrder:
         return type(self.sampler if self._cut is None else self._cut.sampler).__name__
 
     def is_over(self, samples: int) -> bool | None:
-        """Whether the batch that was given last, behind which are ``samples``, is the last one (None: not known)."""
+        """Return whether the batch that was given last, behind which are ``samples``, is the last one (None: not
+        known)."""
         try:
             if self._cut is None:
                 return self._given == len(cast(Sized, self.sampler))

@@ -42,7 +42,8 @@ def check_undivided(loader: DataLoader[object], ranks: int) -> None:
 
 
 def fingerprint_of(loader: DataLoader[object]) -> Fingerprint:
-    """Of the indices, files and other names of rows that the data set has: what tells one split from another."""
+    """Compute a fingerprint of the indices, files and other names of rows of a data set: it tells one split from
+    another."""
     return dict(_found(loader.dataset, type(loader.dataset).__name__, 4))
 
 

@@ -76,7 +76,8 @@ class GlobalOrder:
 
 
 def is_cut_anew(sampler: object) -> TypeGuard[BatchSampler]:
-    """Whether batches may be cut at any sample: those of torch's ``BatchSampler``. Subclasses may make their own."""
+    """Return whether batches may be cut at any sample: those of torch's ``BatchSampler``. Subclasses may make their
+    own."""
     return type(sampler) is BatchSampler
 
 
@@ -109,7 +110,7 @@ def skip_batches(batches: Iterator[IndexBatch], behind: int, name: str) -> None:
 
 
 def seeded_copy(sampler: T, generator: torch.Generator) -> T:
-    """``sampler`` with every ``generator`` in it replaced, on shallow copies; itself if it has none."""
+    """Return ``sampler`` with every ``generator`` in it replaced, on shallow copies; itself if it has none."""
     changes: dict[str, object] = {}
     # ``sampler`` stands for no such attribute; None in it means the global generator.
     own = getattr(sampler, "generator", sampler)
@@ -167,7 +168,7 @@ def announce_epoch(loader: DataLoader[object], seed: int, epoch: int, seeded: bo
 
 
 def announce_epoch_to(dataset: object, seed: int, epoch: int, seeded: bool) -> None:
-    """``announce_epoch`` for a dataset alone, as in a worker process."""
+    """Announce an epoch to a dataset alone, as in a worker process."""
     _set_epoch(dataset, epoch)
     generator = getattr(dataset, "generator", None)
     if seeded and isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):

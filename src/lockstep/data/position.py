@@ -29,7 +29,7 @@ class Progress(NamedTuple):
     turn: int = 0
 
     def after(self, worker: int, samples: int) -> Progress:
-        """One round of ``worker`` with so many samples later."""
+        """Return the position after one more round of ``worker``, with so many samples."""
         behind, rounds = [*self.samples], [*self.rounds]
         behind[worker] += samples
         rounds[worker] += 1
@@ -107,7 +107,7 @@ class LoaderSetup:
 
 
 def size_of(dataset: Any) -> int | None:
-    """``len(dataset)``, or None where it has no length."""
+    """Return ``len(dataset)``, or None where it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

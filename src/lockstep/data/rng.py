@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """``seed + epoch``, as torch's ``DistributedSampler`` adds them, within what a generator accepts."""
+    """Return ``seed + epoch``, as torch's ``DistributedSampler`` adds them, within what a generator accepts."""
     return (seed + epoch) % 2**64
 
 
@@ -27,7 +27,7 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
 
 
 def mixed_seed(*key: int) -> int:
-    """64 bits that depend on each number of ``key``, in its place."""
+    """Mix 64 bits that depend on each number of ``key``, in its place."""
     entropy = [number % 2**64 for number in key]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
@@ -84,7 +84,8 @@ class Generators:
             write(state)
 
     def change(self, now: States, states: States) -> None:
-        """From ``now``, where they stand, to ``states``. To compare a state takes less time than to write it."""
+        """Move the generators from ``now``, where they stand, to ``states``. To compare a state is quicker than to
+        write it."""
         for write, old, new in zip(self._writers(), now, states, strict=True):
             if not same_state(old, new):
                 write(new)
@@ -95,7 +96,7 @@ class Generators:
 
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
-        """Inside, the generators stand at ``states``; afterwards where they stood before."""
+        """Put the generators at ``states`` inside of the block; afterwards they stand where they stood before."""
         before = self.read()
         self.write(states)
         try:
@@ -148,7 +149,7 @@ class PrivateDraws:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """As ``followed``, where torch's loader begins an iteration and draws a seed for its workers.
+        """Follow the generators where torch's loader begins an iteration and draws a seed for its workers.
 
         A process whose global generator stands elsewhere, because the script has seeded each process for itself, draws
         one number as well: so it goes on with those that it would draw behind a plain loader.
@@ -182,7 +183,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def plain_states(states: States) -> dict[str, object]:
-    """``states`` as tensors and plain values; ``states_of`` reads them."""
+    """Return ``states`` as tensors and plain values; ``states_of`` reads them."""
     version, words, gauss = states[1]
     # (kind, words, position, has_gauss, cached_gaussian)
     numpy_kind, numpy_words, *numpy_rest = states[2]

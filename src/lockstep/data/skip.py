@@ -26,7 +26,7 @@ CARRIED_OPTIONS = (
 
 
 def carried_options(loader: DataLoader[object]) -> dict[str, Any]:
-    """Those of ``CARRIED_OPTIONS`` that the loader has and that mean something for it."""
+    """Return those of ``CARRIED_OPTIONS`` that the loader has and that mean something for it."""
     options = {name: getattr(loader, name) for name in CARRIED_OPTIONS if hasattr(loader, name)}
     if loader.num_workers == 0:
         for name in ("prefetch_factor", "multiprocessing_context"):

@@ -98,7 +98,7 @@ class StreamReader:
             yield following, draws.states
 
     def _with_generators(self, batches: GlobalBatches, draws: PrivateDraws) -> GlobalBatches:
-        """``dealt``, with the generators at each of them where torch's loader would have brought them."""
+        """Yield ``dealt``, with the generators at each of them where torch's loader would have brought them."""
         for parts, this in batches:
             if this.states is not None:
                 draws.show(this.states)
@@ -110,7 +110,7 @@ class StreamReader:
     def _one_behind(
         self, messages: Iterator[tuple[WorkerMessage, States | None]], begin: ReadStart
     ) -> GlobalBatches:
-        """One round behind ``messages``, because only the end of a stream says which one is the last."""
+        """Yield one round behind ``messages``, because only the end of a stream says which one is the last."""
         behind = begin.behind
         left_out = 0
         pending: tuple[Sequence[object], ReadRound] | None = None

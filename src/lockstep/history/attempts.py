@@ -57,7 +57,7 @@ class RunStatus(Enum):
 
 
 def attempts_of(run: RunHistory) -> list[Attempt]:
-    """In the order of their numbers."""
+    """Return the attempts in the order of their numbers."""
     steps = run.steps
     every = {int(number) for number in np.unique(steps.attempt)} | {event.attempt for event in run.events}
     found = []

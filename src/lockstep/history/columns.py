@@ -46,7 +46,7 @@ class SparseColumn:
     values: list[float] = field(default_factory=list)
 
     def filled_forward(self, count: int) -> FloatArray:
-        """One value a row, the last that was written before or on it."""
+        """Return one value a row, the last that was written before or on it."""
         places = np.searchsorted(np.array(self.rows, dtype=np.int64), np.arange(count), side="right") - 1
         # Rows before the first value have place -1: the NaN at the end.
         known = np.array([*self.values, math.nan])
@@ -184,7 +184,7 @@ class ColumnReader:
 
 
 def numbers(values: Sequence[object]) -> FloatArray:
-    """One number for each value; NaN for what is no number."""
+    """Return one number for each value; NaN for what is no number."""
     # Most blocks are numbers only, which one call converts.
     try:
         found = np.array(values, dtype=np.float64)
@@ -196,7 +196,7 @@ def numbers(values: Sequence[object]) -> FloatArray:
 
 
 def number(value: object) -> float:
-    """As a float; NaN for what is no number, or beyond all floats."""
+    """Return a value as a float; NaN for what is no number, or beyond all floats."""
     if isinstance(value, (int, float)):
         try:
             return float(value)
@@ -231,7 +231,7 @@ def _add(columns: dict[str, SparseColumn], row: int, found: object) -> None:
 
 
 def _with_rest(total: FloatArray, parts: Mapping[str, FloatArray]) -> FloatArray:
-    """Seconds of the part ``other``, with what no known part explains."""
+    """Return seconds of the part ``other``, with what no known part explains."""
     if not len(total):
         return total
     stacked = np.vstack(list(parts.values()))
@@ -243,7 +243,7 @@ def _with_rest(total: FloatArray, parts: Mapping[str, FloatArray]) -> FloatArray
 def _totals(
     total: FloatArray, parts: Mapping[str, FloatArray], time: FloatArray, attempt: FloatArray
 ) -> FloatArray:
-    """Seconds of each step: as written, or what its parts add up to, or the time since the line before."""
+    """Return the seconds of each step: as written, or what its parts add up to, or the time since the line before."""
     if not len(total) or not np.isnan(total).any():
         return total
     stacked = np.vstack(list(parts.values()))

@@ -55,7 +55,7 @@ class RunEvent(JsonFields):
 
 
 def event_of(line: Mapping[str, object]) -> RunEvent | None:
-    """None for a line that names no event."""
+    """Parse a line of events; None where it names no event."""
     name = line.get("event")
     if type(name) is not str:
         return None
@@ -70,12 +70,12 @@ def event_of(line: Mapping[str, object]) -> RunEvent | None:
 
 
 def named(events: Iterable[RunEvent], *names: str) -> list[RunEvent]:
-    """Those of these names, in their order."""
+    """Return the events of these names, in their order."""
     return [event for event in events if event.name in names]
 
 
 def configuration(start: RunEvent | None) -> list[tuple[str, str, str]]:
-    """(name, value, source) of every setting that the start of a run names."""
+    """Return (name, value, source) of every setting that the start of a run names."""
     if start is None:
         return []
     rows = [one for one in start.items("configuration") if type(one) is dict]
@@ -86,7 +86,7 @@ def configuration(start: RunEvent | None) -> list[tuple[str, str, str]]:
 
 
 def environment(start: RunEvent | None) -> list[tuple[str, str]]:
-    """(name, value): the machine, versions, and what else the start of a run names as its environment."""
+    """Return (name, value): the machine, versions, and what else the start of a run names as its environment."""
     if start is None:
         return []
     facts = [

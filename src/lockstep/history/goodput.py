@@ -50,7 +50,8 @@ class Goodput:
 
 
 def goodput_of(run: RunHistory, attempts: list[Attempt] | None = None) -> Goodput | None:
-    """None where the files do not say when the run began. ``attempts``: those of the run, if they are at hand."""
+    """Measure the goodput; None where the files do not say when the run began. ``attempts``: those of the run, if they
+    are at hand."""
     attempts = attempts_of(run) if attempts is None else attempts
     known = [one for one in attempts if math.isfinite(one.first)]
     if not known:

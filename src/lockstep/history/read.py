@@ -77,7 +77,8 @@ def _run_folder(path: Path) -> Path:
 
 
 def _name(folder: Path) -> str:
-    """By which people tell runs apart: of ``runs/gpt/run`` it is ``gpt``, of ``runs/gpt/run.1`` it is ``gpt.1``."""
+    """Return the name by which people tell runs apart: ``gpt`` for ``runs/gpt/run``, ``gpt.1`` for
+    ``runs/gpt/run.1``."""
     resolved = folder.resolve()
     name = resolved.name
     if OF_A_PROJECT.fullmatch(name):

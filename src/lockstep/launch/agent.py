@@ -65,7 +65,7 @@ class Agent:
         self._world_size = plan.nproc
 
     def run(self) -> int:
-        """To the end of the launch; returns its exit code.
+        """Run the launch to its end. Returns its exit code.
 
         Raises:
             ConfigError: the coordinator does not let this machine in.
@@ -92,7 +92,7 @@ class Agent:
             self._starter.close()
 
     def _round(self) -> LaunchEnded | None:
-        """One round; None if another one follows."""
+        """Run one round. Returns None if another one follows."""
         place = self._rendezvous.join(self._upkeep)
         if isinstance(place, LaunchEnded):
             return place

@@ -39,7 +39,8 @@ def run_guarded(run: Callable[[GuardProcess, str], int]) -> int:
 
 
 def _memory_folder(stack: ExitStack) -> str:
-    """Where workers may keep checkpoints in memory, until the launch is over; nowhere on a system that has no place."""
+    """Return where workers may keep checkpoints in memory, until the launch is over; nowhere on a system that has no
+    place."""
     try:
         folder = MemoryFolder()
     except OSError:
@@ -70,7 +71,7 @@ class GuardProcess:
             self._process.stdin.write(bare.DONE)
 
     def close(self) -> None:
-        """Its pipe, which it takes for the end of this process."""
+        """Close the guard's pipe, which it takes for the end of this process."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()

@@ -26,7 +26,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def commands(plan: LaunchPlan) -> list[Command]:
-    """One command for each host, with the document that it reads."""
+    """Return one command for each host, with the document that it reads."""
     return ssh_programs(plan, SECRET, inherited_environment(), os.getcwd())
 
 
@@ -84,7 +84,7 @@ def is_here(host: Host) -> bool:
 
 
 def _is_own(family: int, address: str) -> bool:
-    """Only an address of this machine can be bound."""
+    """Return whether an address is one of this machine: only such a one can be bound."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))

@@ -32,7 +32,7 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORL
 
 
 def gather_inventory(with_torch: bool = True) -> dict[str, str]:
-    """Name to value, in the order in which to show them. Imports torch only if asked."""
+    """Return a mapping of names to values, in the order in which to show them. Imports torch only if asked."""
     facts = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

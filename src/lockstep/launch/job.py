@@ -61,7 +61,7 @@ class JobConnection:
             self._others.append(message)
 
     def ask(self, verb: str) -> None:
-        """``stacks`` or ``stop``; the answer is among the ``news``. Raises ControlError."""
+        """Ask for ``stacks`` or to ``stop``; the answer is among the ``news``. Raises ControlError."""
         self._send(verb)
 
     def news(self, timeout_s: float) -> list[dict[str, object]]:
@@ -75,7 +75,7 @@ class JobConnection:
         return found
 
     def close(self) -> None:
-        """Leave; the launch goes on."""
+        """Leave. The launch goes on."""
         self._client.close()
 
     def _send(self, verb: str, **values: object) -> None:

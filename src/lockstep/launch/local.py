@@ -196,7 +196,8 @@ def _secret(plan: LaunchPlan) -> Secret:
 def _control(
     plan: LaunchPlan, launch_id: str, address: tuple[str, int], run: str, secret: Secret, work_dir: str
 ) -> dict[str, str]:
-    """Where workers find the coordinator, and its secret in a file: variables are shown, logged and handed on."""
+    """Return where workers find the coordinator, and its secret in a file: variables are shown, logged and handed
+    on."""
     if not plan.fault_policy.watch:
         return {}
     path = write_place(work_dir, launch_id, address, run, secret)
@@ -235,7 +236,7 @@ def _range(plan: LaunchPlan) -> str:
 
 
 def _silence_torch() -> None:
-    """Its own warnings repeat, rank by rank, what one sentence says at the end."""
+    """Silence torch's own warnings, which repeat rank by rank what one sentence says at the end."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -59,7 +59,7 @@ def hosts_of(value: ValuesByName) -> tuple[Host, ...]:
 def machines_of(
     settings: SettingValues, nproc: SettingValue | None, environ: Mapping[str, str]
 ) -> SettingValues:
-    """Numbers of machines and processes where the list of hosts, or Slurm's allocation, says them.
+    """Return numbers of machines and processes where the list of hosts, or Slurm's allocation, says them.
 
     Raises:
         ConfigError: they contradict what else was said.

@@ -195,7 +195,7 @@ class Membership:
         return self._lose(machine, why) + self._form()
 
     def finish(self, machine: str, number: int, now: float) -> list[MembershipAction]:
-        """All workers of a machine ended well, in this round."""
+        """Note that all workers of a machine ended well, in this round."""
         self._advance(now)
         return self._finish(machine, number) + self._form()
 
@@ -217,7 +217,7 @@ class Membership:
     # -- what follows --------------------------------------------------------------------------------------
 
     def lacking(self) -> str:
-        """For people: whom the next round waits for; empty where there are enough machines."""
+        """Describe whom the next round waits for; empty where there are enough machines."""
         ranks = {member.request.rank for member in self.members.values()}
         missing = [rank for rank in range(self._most) if rank not in ranks]
         number = self._least - len(self.members)

@@ -79,7 +79,8 @@ def loopback_interface() -> str | None:
 
 
 def holder_of(port: int) -> str:
-    """Who listens on a port of this machine: ``pid 12 (python)``, or ``another process`` where that is hidden."""
+    """Return who listens on a port of this machine: ``pid 12 (python)``, or ``another process`` where that is
+    hidden."""
     import psutil
 
     try:
@@ -119,7 +120,7 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
 
 
 def store_on(listener: socket.socket, address: str) -> TCPStore:
-    """torch's store, in which ranks meet, on a socket that listens at this address already."""
+    """Make torch's store, in which ranks meet, on a socket that listens at this address already."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listener.getsockname()[1]

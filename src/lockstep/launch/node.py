@@ -95,7 +95,7 @@ class Node:
     numbered_by: str = ""
 
     def line(self) -> str:
-        """As one line of JSON."""
+        """Return the document as one line of JSON."""
         return as_line(
             {
                 "plan": plan_as_data(self.plan),

@@ -25,7 +25,8 @@ Numbers = Mapping[str, float | str]
 
 
 def progress_line(numbers: Numbers, elapsed_s: float) -> str:
-    """ "step 120/1,000  loss 2.31  1.2M tokens/s  MFU 41 %  3 min 20 s, 22 min left"; "" before the first step.
+    """Return the line of progress: "step 120/1,000 loss 2.31 1.2M tokens/s MFU 41 % 3 min 20 s, 22 min left"; "" before
+    the first step.
 
     Where the script has not said how many steps there are, it is what is left of the epoch.
     """
@@ -92,7 +93,7 @@ class StatusRow:
             self._size = None
 
     def _size_now(self) -> os.terminal_size | None:
-        """None: too small, or not known."""
+        """Return the terminal's size; None: too small, or not known."""
         try:
             size = os.get_terminal_size(self._descriptor)
         except OSError:
@@ -112,7 +113,7 @@ class StatusRow:
         return bool(poll.poll(0))
 
     def _write(self, data: bytes) -> None:
-        """At once, so that what others write stands before it or behind it."""
+        """Write at once, so that what others write stands before it or behind it."""
         try:
             os.write(self._descriptor, data)
         except OSError:

@@ -266,7 +266,7 @@ class Rendezvous:
 
 
 def verb_of(message: Mapping[str, object] | None) -> str:
-    """``round`` of ``rendezvous.round``."""
+    """Return the verb of a message: ``round`` of ``rendezvous.round``."""
     return "" if message is None else str(message.get("kind", "")).partition(".")[2]
 
 

@@ -61,7 +61,7 @@ def read_error_file(path: str | Path) -> Mapping[str, object]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Return the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

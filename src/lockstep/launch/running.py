@@ -51,7 +51,7 @@ def write_place(folder: str, launch_id: str, address: tuple[str, int], run: str,
 
 
 def running_launches() -> list[RunningLaunch]:
-    """Those of this user on this machine; whatever else has such a name is passed over."""
+    """Return the launches of this user on this machine; whatever else has such a name is passed over."""
     try:
         folders = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
     except OSError:

@@ -52,7 +52,7 @@ def check_data(accelerator: Accelerator) -> str:
 
 
 def check_gradient(accelerator: Accelerator) -> str:
-    """One step of SGD, on the batches of all processes, against the same step of plain torch."""
+    """Check one step of SGD, on the batches of all processes, against the same step of plain torch."""
     parallel = accelerator.parallel
     if max(parallel.tp, parallel.pp, parallel.cp, parallel.ep) > 1:
         return f"not compared: {parallel} divides the layers of a model, and this check has one"

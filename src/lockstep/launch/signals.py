@@ -15,7 +15,8 @@ END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @contextmanager
 def received_by(receive: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Inside, ``receive`` gets what this process gets of both kinds; it must not raise."""
+    """Call ``receive`` with each of both kinds of signals that this process gets inside of the block; it must not
+    raise."""
     before = {
         number: signal.signal(number, lambda got, _frame: receive(signal.Signals(got)))
         for number in (*STOP_SIGNALS, *END_SIGNALS)
@@ -42,7 +43,7 @@ class ReceivedSignals:
         self.end: signal.Signals | None = None
 
     def add(self, number: signal.Signals) -> None:
-        """One more."""
+        """Count one more signal."""
         self.first = self.first or number
         if number in STOP_SIGNALS and self.stop is None:
             self.stop = number
@@ -92,7 +93,7 @@ class Signals:
             raise Interrupted(self._received.stop, self._code(self._received.stop))
 
     def ignore(self) -> None:
-        """From here on the launch is ending already."""
+        """Ignore signals from here on: the launch is ending already."""
         for number in (*STOP_SIGNALS, *END_SIGNALS):
             signal.signal(number, signal.SIG_IGN)
 

@@ -161,7 +161,7 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _relabelled(line: bytes) -> bytes:
-    """srun's label of a line is the task's number, which is the machine's."""
+    """Replace srun's label of a line, the task's number, by the machine's."""
     return LABEL.sub(rb"[machine \1] ", line)
 
 

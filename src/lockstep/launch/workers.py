@@ -123,7 +123,7 @@ class Workers:
         return [process.pid for process in self._processes.values() if process.poll() is None]
 
     def exit_codes(self) -> dict[int, int]:
-        """By local rank, of those that have ended; negative for a signal."""
+        """Return the exit codes of those that have ended, by local rank; negative for a signal."""
         codes = {local: process.poll() for local, process in self._processes.items()}
         return {local: code for local, code in codes.items() if code is not None}
 
@@ -141,7 +141,8 @@ class Workers:
         self._context.close(number, grace_s)  # type: ignore[arg-type]
 
     def failures(self) -> list[Failure]:
-        """Of workers that ended badly or have reported an error, while or before the others are ended."""
+        """Return the failures of workers that ended badly or reported an error, while or before the others are
+        ended."""
         codes = self.exit_codes()
         themselves = frozenset(codes) if self._ended_by_themselves is None else self._ended_by_themselves
         found = []
@@ -198,14 +199,14 @@ class Starter:
         )
 
     def sweep(self) -> None:
-        """After a round: free the store's port, and end what the workers may have left behind."""
+        """Free the store's port after a round, and end what the workers may have left behind."""
         # The store lets go of its port with its last reference.
         self._store = None
         if os.path.isdir("/proc/self"):
             bare.end(self._launch_id, with_watches=True, kept=self._forks.pids if self._forks else ())
 
     def close(self) -> None:
-        """At the end of the launch: end what waits for another round."""
+        """End, at the end of the launch, what waits for another round."""
         if self._forks is not None:
             self._forks.close()
             self.sweep()

@@ -17,7 +17,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, blocks: tuple[str, ...] | BlockRule = ()) -> dict[str, nn.Module]:
-    """Name -> module of each block, in the order of definition.
+    """Return name -> module of each block, in the order of definition.
 
     No block lies inside another (of nested matches the outermost is taken), each module object occurs once
     even where it has several names, and the model itself is never one.
@@ -145,7 +145,7 @@ def _detect(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _not_split(model: nn.Module) -> set[str]:
-    """Modules of the classes that transformers models ask not to be split, without embeddings and the like."""
+    """Return modules of the classes that transformers models ask not to be split, without embeddings and the like."""
     wanted = {cls for module in model.modules() for cls in getattr(module, "_no_split_modules", None) or ()}
     members = {id(member) for _, _, member in _list_members(model)}
     return {
@@ -159,7 +159,7 @@ def _not_split(model: nn.Module) -> set[str]:
 
 
 def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(list, name of the member in the model, member); a member as often as it is in the list."""
+    """Yield (list, name of the member in the model, member); a member as often as it is in the list."""
     for name, module in model.named_modules():
         if isinstance(module, _LISTS):
             for key, member in torch_modules.children_of(module).items():
@@ -168,7 +168,7 @@ def _list_members(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]
 
 
 def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
-    """Names of the blocks inside ``module``: of lists' members, those whose class is repeated."""
+    """Return names of the blocks inside ``module``: of lists' members, those whose class is repeated."""
     found: set[str] = set()
     # Of a model with one layer the only member of its list is a block.
     alone = name != "" and isinstance(module, _LISTS) and len(torch_modules.children_of(module)) == 1
@@ -186,7 +186,7 @@ def _repeated(module: nn.Module, name: str, in_lists: Counter[str]) -> set[str]:
 
 
 def _layers(module: nn.Module, name: str) -> set[str]:
-    """Names of the members of the outermost lists that hold several layers with parameters."""
+    """Return names of the members of the outermost lists that hold several layers with parameters."""
     members = {
         joined_name(name, key)
         for key, child in module.named_children()
@@ -202,8 +202,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether it is more than a single layer; what reparametrises a weight is no layer, and a table of embeddings
-    with a scale or positions is still one."""
+    """Return whether it is more than a single layer; what reparametrises a weight is no layer, and a table of
+    embeddings with a scale or positions is still one."""
     return any(
         _has_parameters(child) and not isinstance(child, (nn.Embedding, nn.EmbeddingBag))
         for name, child in module.named_children()
@@ -229,5 +229,5 @@ def _parameter_count(model: nn.Module) -> int:
 
 
 def joined_name(parent: str, name: str) -> str:
-    """Of a module or parameter called ``name`` inside of ``parent``; either may be empty."""
+    """Return the name of a module or parameter ``name`` inside of ``parent``; either may be empty."""
     return f"{parent}.{name}" if parent and name else parent or name

@@ -87,7 +87,7 @@ def around(function: object) -> list[object]:
 
 
 def copy_of(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """``copy.deepcopy``, which leaves functions as they are and raises for tensors that were computed (pruned weights).
+    """Copy deeply; functions stay as they are, and tensors that were computed (pruned weights) are an error.
 
     In this copy the hooks and functions that modules keep work on the copies, and computed tensors are detached.
     """
@@ -183,7 +183,7 @@ def _of_tensor(tensor: Tensor) -> Callable[[], None]:
 
 
 def _of_object(value: object, seen: set[int], depth: int) -> Callable[[], None] | None:
-    """Of an instance of a class of the script's own."""
+    """Return what restores an instance of a class of the script's own."""
     attributes = getattr(value, "__dict__", None)
     library = type(value).__module__.partition(".")[0]
     if (
@@ -217,4 +217,4 @@ def _restorer_of_all(values: list[object], seen: set[int], depth: int) -> Callab
 
 
 def _ignore(value: object) -> None:
-    """For what a lambda does beside its result."""
+    """Discard what a lambda returns beside its effect."""

@@ -68,10 +68,11 @@ class RunObserver:
         """Notice that the script's loss is to depend on the batches of all ranks."""
 
     def trains_alone(self) -> None:
-        """Ranks are to take steps of their own."""
+        """Hear that ranks are going to take steps of their own."""
 
     def backward_begins(self, loss: torch.Tensor, factor: torch.Tensor | float) -> None:
-        """``loss``: the script's. Gradients will be those of ``factor`` times it, or times its weighted sum."""
+        """Hear that a backward of the script's ``loss`` begins: gradients will be those of ``factor`` times it, or
+        times its weighted sum."""
 
     def may_step(self, optimizer: Optimizer) -> bool:
         """Return whether the user's own optimizer is to make the step that is due; gradients are unscaled."""

@@ -83,13 +83,13 @@ def _local_parameters(model: ParallelModel) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's parts, each object once."""
+    """Return the bytes of this rank's parts, each object counted once."""
     parts = [local(tensor) for tensor in tensors]
     return sum({id(part): _nbytes(part) for part in parts}.values())
 
 
 def _nbytes(part: torch.Tensor) -> int:
-    """Of a sparse tensor that of its indices and values."""
+    """Return the bytes of a tensor; of a sparse one, those of its indices and values."""
     if part.layout is torch.strided:
         return part.nbytes
     if part.layout is torch.sparse_coo:

@@ -28,7 +28,7 @@ class Copies:
         """Take the stream that is current in this thread for the one that computes."""
 
     def computed(self) -> Event:
-        """All that the device was given to compute by now."""
+        """Return an event after all that the device was given to compute by now."""
         return None
 
     def after(self, event: Event) -> None:
@@ -39,7 +39,7 @@ class Copies:
         target.copy_(source)
 
     def copied(self) -> Event:
-        """All copies that were given by now."""
+        """Return an event after all copies that were given by now."""
         return None
 
     def compute_after(self, event: Event) -> None:

@@ -33,7 +33,7 @@ class Accumulated:
     takes_buffers: bool = True
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-        """(name, shape if known) of each parameter that is mentioned."""
+        """Yield (name, shape if known) of each parameter that is mentioned."""
         for name, gradient in self.local.items():
             yield name, tuple(gradient["size"] if isinstance(gradient, dict) else gradient.shape)
         for name in self.spent:
@@ -91,7 +91,7 @@ def names_by_id(plain: nn.Module) -> dict[int, str]:
 
 
 def places_of(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """By name, the parameters that optimizers hold: shards, also while the whole ones stand in their place."""
+    """Return by name the parameters that optimizers hold: shards, also while the whole ones stand in their place."""
     plain, sharding = model.plain, model.sharding
     found: dict[str, torch.Tensor] = dict(plain.named_parameters())
     if sharding is not None:

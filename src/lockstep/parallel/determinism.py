@@ -127,7 +127,8 @@ def _with_argument(
 
 
 def _without_recurrent_dropout(args: tuple[object, ...]) -> tuple[object, ...]:
-    """(input, state, weights, bias, layers, dropout, ...), or packed (data, sizes, state, weights, bias, ...)."""
+    """Turn off the dropout of (input, state, weights, bias, layers, dropout, ...), or of packed (data, sizes, state,
+    weights, bias, ...)."""
     place = 5 if isinstance(args[3], bool) else 6
     return (*args[:place], 0.0, *args[place + 1 :])
 
@@ -135,7 +136,7 @@ def _without_recurrent_dropout(args: tuple[object, ...]) -> tuple[object, ...]:
 def _softmax_without_noise(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: object = None, dim: int = -1
 ) -> Tensor:
-    """``F.gumbel_softmax`` of ``logits`` [..., n] with all noise equal, so that it cancels out."""
+    """Compute ``F.gumbel_softmax`` of ``logits`` [..., n] with all noise equal, so that it cancels out."""
     soft = (logits / tau).softmax(dim)
     if not hard:
         return soft
@@ -159,7 +160,7 @@ def _in_order(result: Tensor, args: object, kwargs: object) -> Tensor:
 
 @torch.no_grad()
 def _likeliest(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-    """Of ``multinomial``: the indices of the largest probabilities."""
+    """Replace ``multinomial`` by the indices of the largest probabilities."""
     probabilities = args[0] if args else kwargs["input"]
     order = probabilities.argsort(dim=-1, descending=True, stable=True)
     count = min(result.shape[-1], order.shape[-1])
@@ -171,7 +172,7 @@ def _likeliest(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
 
 @torch.no_grad()
 def _middle(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-    """Of ``uniform_(from, to)``."""
+    """Replace ``uniform_(from, to)`` by its mean."""
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
     return result.fill_((low + high) / 2)
@@ -179,7 +180,7 @@ def _middle(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
 
 @torch.no_grad()
 def _shifted(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-    """Of ``normal_(mean, std)``."""
+    """Replace ``normal_(mean, std)`` by mean + std / 2."""
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
     return result.fill_(mean + std * HALF)
@@ -187,7 +188,7 @@ def _shifted(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
 
 @torch.no_grad()
 def _rounded(result: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
-    """Of ``bernoulli(probabilities)``."""
+    """Replace ``bernoulli(probabilities)`` by what is likelier."""
     probabilities = args[0] if args else kwargs["input"]
     return result.copy_(probabilities >= HALF)
 

@@ -81,7 +81,7 @@ def buckets(tensors: Iterable[BucketItem], limit_bytes: int = BUCKET_BYTES) -> I
 
 
 def _average(bucket: list[nn.Parameter], replicas: ReplicaGroup) -> None:
-    """One all-reduce: the gradients of a bucket as one vector.
+    """Average the gradients of a bucket as one vector, by one all-reduce.
 
     A missing gradient is sent as negative zeros, and only a sum of negative zeros is one: then no rank has it.
     """

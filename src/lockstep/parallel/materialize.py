@@ -23,7 +23,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def initialisers(model: nn.Module, init_weights: InitWeights | None = None) -> dict[nn.Module, InitWeights]:
-    """For each module with tensors on the meta device, the function that fills them.
+    """Return for each module with tensors on the meta device the function that fills them.
 
     In this order: ``init_weights``; the ``_init_weights`` of the enclosing transformers model; the module's
     own ``reset_parameters``. Modules of transformers models that have tensors only inside others are there too.
@@ -148,7 +148,7 @@ def materialize(
 
 
 def modules_inside_out(model: nn.Module) -> list[nn.Module]:
-    """All modules, each after those inside it: the order in which constructors initialise them."""
+    """Return all modules, each after those inside it: the order in which constructors initialise them."""
     order: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:

@@ -79,7 +79,7 @@ class ParallelModel:
         return {}
 
     def counted_elsewhere(self) -> set[int]:
-        """``id`` of parameters that another rank of the same pipeline counts in a norm."""
+        """Return ``id`` of parameters that another rank of the same pipeline counts in a norm."""
         return set()
 
     def on_settled(self, callback: Callable[[], object]) -> None:
@@ -127,7 +127,7 @@ class ParallelModel:
         yield from (local(p.grad) for p in self.parameters() if p.grad is not None)
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
+        """Yield (name, gradient) of those that this rank keeps to itself until an accumulation window ends."""
         yield from ()
 
     @property
@@ -168,7 +168,7 @@ class ParallelModel:
     def loss_of(
         self, function: LossFunction, inputs: object, targets: object, autocast: AutocastContext
     ) -> torch.Tensor:
-        """``function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
+        """Compute ``function(model(inputs), targets)``, micro-batch by micro-batch in a pipeline that trains."""
         args, keywords, targets = call_of(inputs, targets)
         return function(self.module(*args, **keywords), *targets)
 
@@ -393,7 +393,8 @@ class PipelinedModel(ParallelModel):
 def call_of(
     inputs: object, targets: object
 ) -> tuple[tuple[object, ...], dict[str, object], tuple[object, ...]]:
-    """(arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or keywords."""
+    """Return (arguments, keywords, targets of the loss) of a call; ``inputs``: one value, a tuple of them, or
+    keywords."""
     args, keywords = ((), dict(inputs)) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     return args, keywords, _as_tuple(targets)
 

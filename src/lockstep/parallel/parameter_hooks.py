@@ -45,7 +45,7 @@ _SHARDED: WeakSet[nn.Module] = WeakSet()
 
 
 def refuse_other_parameters(model: nn.Module) -> None:
-    """From now on raise UsageError where a script sets a parameter, or a module with others, in ``model``."""
+    """Refuse, from now on, that a script sets a parameter, or a module with others, in ``model``: UsageError."""
     _watch_registrations()
     _SHARDED.update(model.modules())
 

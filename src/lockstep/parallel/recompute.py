@@ -138,7 +138,7 @@ def _checkpointed(
 def _function_of_tensors(
     forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[Callable[..., object], list[torch.Tensor]]:
-    """``forward`` as a function of all tensors in its arguments, and these.
+    """Return ``forward`` as a function of all tensors in its arguments, and these.
 
     ``checkpoint`` takes care of tensors only where they are positional: it stores the generator of their
     device and lets hooks move them. Containers are stored as they are now, and the caller's own go to the

@@ -53,7 +53,8 @@ def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup | None) -> 
 
 @contextmanager
 def unsynchronized(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, batch normalisations of these modules take statistics of their own batch, also ``nn.SyncBatchNorm``."""
+    """Let batch normalisations of these modules take statistics of their own batch inside, also
+    ``nn.SyncBatchNorm``."""
     changed = [module for module in modules if isinstance(module, (_Synchronized, nn.SyncBatchNorm))]
     changed = [module for module in changed if "forward" not in vars(module)]
     for module in changed:
@@ -73,7 +74,7 @@ class _Synchronized(Subclassed, nn.Module):
     _group: dist.ProcessGroup | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, channels, ...]."""
+        """Normalise ``x`` [batch, channels, ...]."""
         this: Any = self
         takes_batch = this.training or (this.running_mean is None and this.running_var is None)
         if not takes_batch or dist.get_world_size(self._group) == 1:

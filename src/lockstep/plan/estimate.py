@@ -114,7 +114,7 @@ def _placements(facts: ModelFacts, label: str, dtype: str | None, limits: Limits
 
 
 def _resident_bytes(total: int, largest: int, budget: int | None) -> int:
-    """Bytes that stay on the device from forward to forward: all of the budget but what the stream needs."""
+    """Return bytes that stay on the device from forward to forward: all of the budget but what the stream needs."""
     if budget is None:
         # As with a budget of STREAMED_BLOCKS of the largest, the least that streams.
         return largest
@@ -193,7 +193,7 @@ def _trained(
 
 
 def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tuple[int, int]:
-    """Bytes between a rank's device and its host, and between its host and a disk, in a step of one micro-batch.
+    """Return bytes between a rank's device and its host, and between its host and a disk, in a step of one micro-batch.
 
     Parameters come for the forward and, in one process and with stage 3, again for the backward; gradients go once.
     Parameters that stay on the device come once, when they have been stepped. What rests on a disk is read and written
@@ -214,7 +214,7 @@ def carried_bytes(state: MemoryRow, plan: Parallel, on_cpu: bool = False) -> tup
 
 
 def cheapest(rows: Iterable[TrainingRow]) -> TrainingRow | None:
-    """Of the rows that fit, the one that moves the fewest bytes; the first of several."""
+    """Return the row that moves the fewest bytes among those that fit; the first of several."""
     return _least(rows, lambda row: row.fits is True and not row.reason, lambda row: row.moved)
 
 

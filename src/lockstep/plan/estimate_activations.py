@@ -36,7 +36,8 @@ PRECISIONS = {
 def count_activations(
     model: nn.Module, blocks: Mapping[str, nn.Module], batch: int, sequence: int
 ) -> dict[str, Activations]:
-    """By precision, where that works, for ``batch`` rows of ``sequence`` tokens and, where the model has one, its loss.
+    """Count activations for ``batch`` rows of ``sequence`` tokens, by the precisions that work, with the model's loss
+    if it has one.
 
     Raises:
         UsageError: the model takes no ``input_ids``, or its forward fails.

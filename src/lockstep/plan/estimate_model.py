@@ -49,7 +49,7 @@ def added(parts: Iterable[ElementCounts]) -> dict[str, int]:
 
 
 def nbytes_of(elements: ElementCounts, dtype: str | None = None) -> int:
-    """Bytes as they are, or with what can be cast in ``dtype``."""
+    """Return bytes as they are, or with what can be cast in ``dtype``."""
     return sum(
         -(-count * BITS[dtype if dtype is not None and kind in FLOATS else kind] // 8)
         for kind, count in elements.items()
@@ -106,11 +106,11 @@ class ModelFacts:
         return sum(self.parameters.values())
 
     def nbytes(self, dtype: str | None = None) -> int:
-        """Parameters and buffers, as they are or cast to ``dtype``."""
+        """Return parameters and buffers, as they are or cast to ``dtype``."""
         return nbytes_of(self.parameters, dtype) + nbytes_of(self.buffers, dtype)
 
     def largest(self, dtype: str | None = None) -> tuple[str, int]:
-        """Name and bytes of the largest group."""
+        """Return name and bytes of the largest group."""
         sizes = {name: nbytes_of(elements, dtype) for name, elements in self.groups.items()}
         name = max(sizes, key=lambda name: sizes[name], default="")
         return name, sizes.get(name, 0)

@@ -138,7 +138,7 @@ class MemoryRow:
         return self.host + self.staging + self.fetched
 
     def on_device(self, part: str) -> int:
-        """Bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
+        """Return bytes of ``weights``, ``gradients`` or ``optimizer`` that rest on the device."""
         size: int = getattr(self, part)
         return size if getattr(self.locations, part) is StateLocation.DEVICE else 0
 
@@ -273,7 +273,7 @@ def _staging(row: MemoryRow, size: ModelSize, largest_group: int) -> int:
 
 
 def _streamed(row: MemoryRow, size: ModelSize, largest_group: int, budget: int) -> MemoryRow:
-    """With what is on the device while the parameters of one process are offloaded."""
+    """Add what is on the device while the parameters of one process are offloaded."""
     weights = min(budget or FP32 * STREAMED_BLOCKS * largest_group, FP32 * size.parameters)
     # Those of one block, and of the one on its way to the host.
     gradients = FP32 * min(2 * largest_group, size.trainable)

@@ -88,7 +88,7 @@ def counted(name: str, ranks: int, micro_batches: int, stages_per_rank: int, tim
 
 
 def compared(ranks: int, micro_batches: int, times: Times) -> list[ScheduleCase]:
-    """All schedules; one that does not work with these numbers has the reason.
+    """Compare all schedules; one that does not work with these numbers has the reason.
 
     Raises:
         ConfigError: none of them works.
@@ -105,7 +105,7 @@ def compared(ranks: int, micro_batches: int, times: Times) -> list[ScheduleCase]
 
 
 def parse_times(text: str) -> Times:
-    """``F,B`` or ``F,I,W``: positive numbers; of B, I is half.
+    """Parse ``F,B`` or ``F,I,W``: positive numbers; of B, I is half.
 
     Raises:
         ConfigError: the text is something else.
@@ -178,7 +178,7 @@ class _RecordingStage:
 
 
 def _no_loss(*_: object) -> None:
-    """In place of a loss, without which a schedule would leave out backward."""
+    """Stand in for a loss, without which a schedule would leave out backward."""
 
 
 def _executed(torch_name: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:

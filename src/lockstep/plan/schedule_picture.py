@@ -13,7 +13,7 @@ MOST_COLUMNS = 2000
 
 
 def local_stages(timeline: Timeline) -> dict[int, int]:
-    """Each stage's place among the stages of its rank, from 0."""
+    """Return each stage's place among the stages of its rank, from 0."""
     places: dict[int, int] = {}
     for spans in timeline.ranks:
         own = sorted({span.action.stage for span in spans})
@@ -22,7 +22,7 @@ def local_stages(timeline: Timeline) -> dict[int, int]:
 
 
 def text_rows(timeline: Timeline) -> list[list[tuple[str, str]]]:
-    """For each rank (text, kind) pieces of one length in all; the kind of a pause is "".
+    """Return for each rank (text, kind) pieces of one length in all; the kind of a pause is "".
 
     Rounding is of the ends, so that what happens at one time stands in one column. Nothing, if a line would be longer
     than ``MOST_COLUMNS``.
@@ -57,6 +57,6 @@ def _row(
 
 
 def _label(action: Action, places: dict[int, int], several: bool) -> str:
-    """``F3``; with several stages on a rank ``F3a``, ``F3b``, ..."""
+    """Return a label such as ``F3``; with several stages on a rank ``F3a``, ``F3b``, ..."""
     place = chr(ord("a") + min(places[action.stage], 25)) if several else ""
     return f"{action.kind}{action.micro_batch}{place}"

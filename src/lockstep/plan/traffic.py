@@ -85,7 +85,7 @@ class AveragingTime:
 
 
 def averaging_time(nbytes: int, ranks: int, bandwidth: float) -> AveragingTime:
-    """``bandwidth``: bytes a second of a link, in each direction."""
+    """Compute how long gradients take to be averaged; ``bandwidth``: bytes a second of a link, in each direction."""
     if ranks == 1:
         return AveragingTime(ranks, nbytes, 0.0, 0.0)
     once = nbytes / bandwidth

@@ -22,7 +22,7 @@ class BatchMethods(AcceleratorParts):
     def join_uneven_inputs(
         self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Inside of the block, ranks may have different numbers of batches.
+        """Allow ranks to have different numbers of batches inside of the block.
 
         A rank that has no more batches takes part in the averages of the others, until all ranks have none. Gradient
         accumulation is refused inside.
@@ -122,7 +122,8 @@ class BatchMethods(AcceleratorParts):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Inside, each of the ``buffers`` is this rank's chunk of the sequence, and models compute on chunks.
+        """Make each of the ``buffers`` this rank's chunk of the sequence inside of the block, and let models compute on
+        chunks.
 
         All outputs of the models are chunks too, such as logits. Pass every tensor that depends on the position:
         inputs, ``position_ids``, and labels. Shift the labels before. The loss is the mean over the chunk.

@@ -308,7 +308,7 @@ class CheckpointMethods(AcceleratorParts):
         return self._preparation.contents({"object": self._registered, "window": [self._window]})
 
     def register_preemption_hook(self, hook: Callable[[], str]) -> None:
-        """When a signal asks the run to stop, or a user asks for a save, call ``hook()`` in place of ``save_state()``.
+        """Call ``hook()`` in place of ``save_state()`` when a signal asks the run to stop, or a user asks for a save.
 
         The hook runs on every rank at the same step boundary. It saves what the script needs to go on, and returns the
         path. Training may go on after it.

@@ -90,7 +90,7 @@ class Gradients:
         self._own.before_backward()
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """``loss.backward`` of a 0-d loss, and average what torch's engines leave to us."""
+        """Run ``loss.backward`` of a 0-d loss, and average what torch's engines leave to us."""
         if type(loss) is not torch.Tensor and is_dtensor(loss):  # of sharded parameters, such as their norm
             keep_plain_gradients(loss)
         elif hasattr(loss, "fake_mode"):

@@ -94,7 +94,7 @@ class LoaderPreparation:
             )
 
     def shard_sequences(self, prepared: list[object]) -> None:
-        """As DeepSpeed does for loaders that are prepared together with a model."""
+        """Shard the sequences of loaders that are prepared together with a model, as DeepSpeed does."""
         from lockstep.parallel.context.sharded_loader import shard_sequences
 
         models = [item for item in prepared if isinstance(item, nn.Module)]

@@ -174,7 +174,7 @@ class OffloadManager:
 
 
 def _sharded_groups(model: nn.Module, sharding: Sharding) -> list[WeightGroup]:
-    """One for each group of parameters that torch gathers together, with this rank's shards."""
+    """Return one for each group of parameters that torch gathers together, with this rank's shards."""
     labels = {id(module): label for label, module in model.named_modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []

@@ -117,7 +117,7 @@ class OptimizerPreparation:
         return prepared
 
     def other_stages(self) -> OtherStages | None:
-        """Who else holds parameters of the prepared models; None: nobody."""
+        """Return who else holds parameters of the prepared models; None: nobody."""
         group = self.run.meshes.stage_group
         if group is None:
             return None

@@ -223,7 +223,7 @@ class Preparation:
         )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """All parameters of the prepared models."""
+        """Yield all parameters of the prepared models."""
         for model in self.models.prepared:
             yield from model.parameters()
 
@@ -248,7 +248,7 @@ class Preparation:
         self.loaders.clear()
 
     def parameters_at_rest(self) -> Iterator[torch.nn.Parameter]:
-        """All parameters of the prepared models, where they are sharded not gathered."""
+        """Return all parameters of the prepared models, where they are sharded not gathered."""
         self.registry.reshard()
         return self.parameters()
 

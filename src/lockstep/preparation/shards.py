@@ -70,7 +70,7 @@ class ParameterRegistry:
                 self._hand_over(optimizer.optimizer)
 
     def _note_replaced(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        """Which parameters replaced which; one of which no name is left is another rank's now."""
+        """Note which parameters replaced which; one of which no name is left is another rank's now."""
         left = {id(old) for name, old in before.items() if name in after}
         changed = {old: after[name] for name, old in before.items() if name in after}
         gone = [old for old in before.values() if id(old) not in left]
@@ -105,7 +105,8 @@ class ParameterRegistry:
         return [gathered.get(id(parameter), parameter) for parameter in parameters]
 
     def resolve(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As ``current``, with each parameter from before a model was spread replaced by what took its place.
+        """Return what ``current`` returns, with each parameter from before a model was spread replaced by its
+        successor.
 
         Those that other ranks have now are left out.
         """

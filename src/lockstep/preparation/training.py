@@ -212,8 +212,7 @@ class TrainingMethods(AcceleratorParts):
         return self._accumulation.accumulate(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside of the block, ``backward`` adds to this rank's own gradients, and does not average them over the
-        ranks.
+        """Let ``backward`` add to this rank's own gradients inside of the block, without averaging them over the ranks.
 
         Args:
             model: A prepared model. Gradients of other models are averaged.
@@ -234,7 +233,7 @@ class TrainingMethods(AcceleratorParts):
         return self._accumulation.no_sync([model])
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside of the block, each rank trains a model by itself.
+        """Let each rank train a model by itself inside of the block.
 
         Gradients are not averaged, and a ``weight`` of ``backward`` counts only for this rank.
 
@@ -291,7 +290,7 @@ class TrainingMethods(AcceleratorParts):
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside of the block, ``backward`` averages gradients over the ranks, even if the last forward ran in
+        """Let ``backward`` average gradients over the ranks inside of the block, even if the last forward ran in
         ``no_sync``.
 
         Args:
@@ -313,7 +312,7 @@ class TrainingMethods(AcceleratorParts):
         return trigger_sync(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Inside of the block, code outside of prepared models runs in their mixed precision, too.
+        """Run code outside of prepared models in their mixed precision, too, inside of the block.
 
         Args:
             autocast_handler: Options of autocast. None: those of the ``Accelerator``.
@@ -335,7 +334,7 @@ class TrainingMethods(AcceleratorParts):
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """With fp16, divide the gradients by the loss scale. Call it before you read or change gradients.
+        """Divide the gradients by the loss scale, with fp16. Call it before you read or change gradients.
 
         It does so for all prepared optimizers, or only for those that are passed.
 

@@ -51,7 +51,7 @@ class Verifications:
         self._backwards = 0
 
     def before_split(self, model: nn.Module) -> None:
-        """``model`` is still whole: take a copy, if it will be split. Collective where it is."""
+        """Copy ``model`` while it is still whole, if it will be split. Collective where it is."""
         parallel = self._run.options.parallel
         self._next = None
         if not parallel.splits_forward or parallel.verify == "off" or self._run.runtime.world_size == 1:

@@ -77,7 +77,7 @@ def _of_call(trace: MicroBatchTrace, call: ModuleCall) -> ReplayFinding:
 
 
 def _of_caller(trace: MicroBatchTrace, call: ModuleCall) -> ReplayFinding:
-    """``call`` got what is not finite: it was made by whoever called it."""
+    """Blame the caller of ``call``, which got what is not finite."""
     first = next((c for n, e in trace.order if e and (c := trace.calls[n]).outputs is Health.BAD), call)
     if call.parent is None:
         where, what = (
@@ -152,7 +152,7 @@ def far_outside(
 
 
 def _score(usual: dict[Key, RecentValues], key: Key, size: float) -> float:
-    """0: near the others, or not known."""
+    """Score a value; 0: near the others, or not known."""
     score = usual[key].score(size) if key in usual else None
     is_larger = score is not None and size > LEAST_RATIO * usual[key].median_and_mad()[0]
     return score if score is not None and is_larger else 0.0
@@ -189,7 +189,7 @@ def _far_value(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
 
 
 def _far_gradient(trace: MicroBatchTrace, scores: list[float]) -> ReplayFinding:
-    """Who passed on the first gradient that is far outside: the innermost call that got the tensor.
+    """Find who passed on the first gradient that is far outside: the innermost call that got the tensor.
 
     Where no call did, the code did it in which that tensor was made.
     """

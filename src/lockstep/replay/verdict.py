@@ -145,7 +145,7 @@ def remarks(verdict: ReplayVerdict) -> list[str]:
 
 
 def to_json(verdict: ReplayVerdict) -> dict[str, object]:
-    """All of it."""
+    """Return all of it as JSON."""
     return {
         "format": "lockstep replay 1",
         "sentence": sentence(verdict),

@@ -136,7 +136,7 @@ def _numbers(value: object) -> list[Tensor]:
 
 
 def health(value: object) -> tuple[Health, str]:
-    """Of all tensors in it; and how many of their elements are not finite, in words."""
+    """Return the health of all tensors in it, and in words how many of their elements are not finite."""
     worst, total, nans, infinite = Health.FINE, 0, 0, 0
     for tensor in _numbers(value):
         total += tensor.numel()

@@ -206,7 +206,7 @@ def _ranks_of_run(numbers: RunNumbers) -> RenderableType:
 
 
 def _ranks(title: str, rows: Sequence[tuple[list[str], float, str, str]]) -> RenderableType:
-    """(words, own seconds of a step, remark, its colour) of each rank."""
+    """Return (words, own seconds of a step, remark, its colour) of each rank."""
     longest = max((seconds for _, seconds, _, _ in rows if seconds > 0), default=math.nan)
     cells: list[Sequence[str | Text]] = [
         (*words, duration(seconds) if seconds > 0 else "", Text(bar(seconds / longest), colour), Text(remark, colour))

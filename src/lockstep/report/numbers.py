@@ -117,7 +117,8 @@ class RunNumbers:
 
 
 def numbers_of(run: RunHistory, now: float) -> RunNumbers:
-    """``now``: seconds since 1970, by which a run that goes on is told from one that fell silent."""
+    """Compute the numbers of a run; ``now``: seconds since 1970, by which a run that goes on is told from one that fell
+    silent."""
     attempts = attempts_of(run)
     status, ended_by = status_of(run, attempts, now)
     steps, kept = run.steps, run.steps.kept
@@ -179,7 +180,7 @@ def _rate(amount: FloatArray, seconds: FloatArray, rows: BoolArray) -> float:
 
 
 def _share_of_peak(run: RunHistory, attempts: list[Attempt], flops: FloatArray) -> float:
-    """Of the FLOPs that all devices could have done in the steps of which they are known."""
+    """Return the share of the FLOPs that all devices could have done in the steps of which they are known."""
     rows = run.steps.kept & np.isfinite(flops) & np.isfinite(run.steps.total)
     # FLOPs that were there: seconds of a start's steps, times FLOPs a second of all its devices.
     capacity = sum(

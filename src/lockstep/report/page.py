@@ -120,6 +120,6 @@ def fitting(rows: Sequence[Sequence[object]]) -> Sequence[Sequence[object]]:
 
 
 def _filled(template: str, **values: object) -> str:
-    """``titles``: of the sections, in which templates note them."""
+    """Fill the page; ``titles``: of the sections, in which templates note them."""
     inline = {"script": Markup(SCRIPT), "style": Markup(STYLE)}
     return template_environment().get_template(template).render(**values, **inline, titles=[])

@@ -54,7 +54,7 @@ def report_of(path: str | Path, now: float) -> RunReport:
 
 
 def to_json(numbers: RunNumbers) -> dict[str, object]:
-    """With plain values only; what is not known is null.
+    """Return plain values only; what is not known is null.
 
     ``status``, ``started``, ``last_sign`` (seconds since 1970), ``starts``, ``world_sizes``, ``steps``,
     ``steps_again``, ``first_step``, ``last_step``, ``total_steps``, ``seconds_left``, ``samples``, ``tokens``,

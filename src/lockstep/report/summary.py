@@ -45,7 +45,7 @@ ENDS = {"exit": "the process came to its end", "end_training": "the script calle
 
 
 def chapters(numbers: RunNumbers) -> list[tuple[str, list[str]]]:
-    """(title, sentences), each a whole statement; those that cannot be made are left out."""
+    """Return (title, sentences), each a whole statement; those that cannot be made are left out."""
     return [
         ("What it did", [what_it_did(numbers), *how_it_learnt(numbers)]),
         ("How fast", why_it_was_slow(numbers)),
@@ -54,7 +54,7 @@ def chapters(numbers: RunNumbers) -> list[tuple[str, list[str]]]:
 
 
 def sentences(numbers: RunNumbers) -> list[str]:
-    """All of them, in that order."""
+    """Return all of them, in that order."""
     return [sentence for _, chapter in chapters(numbers) for sentence in chapter]
 
 
@@ -182,7 +182,7 @@ def _lost(numbers: RunNumbers) -> str:
 
 
 def why_it_stopped(numbers: RunNumbers) -> str:
-    """One sentence that is always there."""
+    """Say in one sentence why the run stopped; it is always there."""
     event, sentence = numbers.ended_by, ""
     reason = event.sentence.rstrip(".") if event is not None else ""
     reason = ENDS.get(reason, reason)
@@ -226,7 +226,7 @@ def _hung_before(numbers: RunNumbers) -> str:
 
 
 def headline(numbers: RunNumbers) -> list[tuple[str, str]]:
-    """(name, value) of the few numbers that people ask for first."""
+    """Return (name, value) of the few numbers that people ask for first."""
     times, wall = numbers.step_times, numbers.goodput
     rows = [
         ("steps", whole(numbers.steps) if numbers.steps else ""),

@@ -125,7 +125,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _release(version: str) -> Version:
-    """Without what marks a pre-release or a build: a nightly 2.15 has what 2.15 has."""
+    """Return a version without what marks a pre-release or a build: a nightly 2.15 has what 2.15 has."""
     # Imported here, because most runs compare no versions.
     from packaging.version import Version
 

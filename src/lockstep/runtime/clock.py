@@ -49,7 +49,7 @@ class Parts:
         return self._part
 
     def enter(self, part: str) -> str:
-        """From now on it is this part; returns the one before."""
+        """Enter a part. Returns the one before."""
         now = self._now()
         before = self._part
         self._seconds[before] += now - self._since
@@ -60,19 +60,19 @@ class Parts:
         return before
 
     def read(self) -> dict[str, float]:
-        """Seconds in each part until now."""
+        """Return seconds in each part until now."""
         now = self._now()
         self._seconds[self._part] += now - self._since
         self._since = now
         return dict(self._seconds)
 
     def read_entered(self) -> dict[str, float]:
-        """Seconds in each part until the one that it is in now began."""
+        """Return seconds in each part until the one that it is in now began."""
         return dict(self._seconds)
 
 
 def difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Seconds in each part between two readings; parts that took none are left out."""
+    """Return seconds in each part between two readings; parts that took none are left out."""
     return {part: seconds - before[part] for part, seconds in now.items() if seconds > before[part]}
 
 
@@ -197,13 +197,13 @@ _CURRENT: ContextVar[StepClock | None] = ContextVar("lockstep_step_clock", defau
 
 
 def keep_time_by(clock: StepClock) -> None:
-    """From now on ``waiting_for_ranks`` of this thread tells this clock."""
+    """Let ``waiting_for_ranks`` of this thread tell this clock from now on."""
     _CURRENT.set(clock)
 
 
 @contextmanager
 def waiting_for_ranks() -> Iterator[None]:
-    """Around a collective that this thread waits for: its step is in the part "communication" meanwhile.
+    """Surround a collective that this thread waits for: its step is in the part "communication" meanwhile.
 
     Costs 2 µs, and nothing in code that torch compiles.
     """

@@ -104,7 +104,7 @@ class ProcessControl:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first. The other ranks run it when rank 0 has left it, even by an exception.
+        """Let rank 0 run the block first. The other ranks run it when rank 0 has left it, even by an exception.
 
         Examples:
             ```python

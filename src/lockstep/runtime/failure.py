@@ -37,7 +37,7 @@ def of_signal(number: int) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, without the full stop."""
+    """Return the first line of what it says, without the full stop."""
     return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
@@ -67,7 +67,7 @@ class Departures:
             self._ranks.discard(rank)
 
     def ranks(self, patience_s: float = 0.0) -> list[int]:
-        """Those that have ended; waits for the first one, whose end is seen sooner than heard of."""
+        """Return the ranks that have ended. Waits for the first one, whose end is seen sooner than heard of."""
         with self._changed:
             if self.is_watched:
                 self._changed.wait_for(lambda: bool(self._ranks), patience_s)
@@ -180,7 +180,8 @@ def install_excepthook() -> None:
 
 
 def is_first_to_say(error: BaseException, path: str | None) -> bool:
-    """Whether to show this traceback: where the ranks share a console, only the first of those that are equal."""
+    """Return whether to show this traceback: where the ranks share a console, only the first of those that are
+    equal."""
     if path is None or not shares_console():
         return True
     folder, name = os.path.split(path)
@@ -202,7 +203,7 @@ def digest_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Its traceback and message; the message alone where that names the line of each rank."""
+    """Return its traceback and message; the message alone where that names the line of each rank."""
     if isinstance(error, DifferentCallsError):
         return str(error)
     return "".join(traceback.format_exception(error))
@@ -264,7 +265,7 @@ def _limit_teardown() -> None:
 
 
 def end_within(limit_s: float) -> None:
-    """If this process has failed, end it unless it is called again or has ended by then."""
+    """End this process, if it has failed, unless it is called again or has ended by then."""
     if _is_limited:
         # faulthandler's timer is a C thread, so it fires even when the interpreter is stuck while ending
         faulthandler.dump_traceback_later(limit_s, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115

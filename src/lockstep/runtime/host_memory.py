@@ -19,12 +19,12 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def free_host_bytes() -> int:
-    """Bytes that are free for programs, in the tightest control group or on the machine, whichever has less."""
+    """Return bytes that are free for programs, in the tightest control group or on the machine, whichever has less."""
     return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes that each control group around this process may still take."""
+    """Yield bytes that each control group around this process may still take."""
     for folder, (limit, taken) in _groups():
         try:
             most, now = (folder / limit).read_text().strip(), int((folder / taken).read_text())

@@ -358,7 +358,7 @@ def run_beside_gpu(index: int) -> str:
 
 
 def apply_affinity(runtime: Runtime) -> None:
-    """``run_beside_gpu``, if the process has one; else the main process says that nothing was done."""
+    """Run ``run_beside_gpu``, if the process has a GPU; else the main process says that nothing was done."""
     done = runtime.device.type == "cuda" and bool(run_beside_gpu(runtime.device.index or 0))
     if not done and runtime.is_main:
         warnings.warn(

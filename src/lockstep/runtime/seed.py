@@ -182,7 +182,7 @@ def _numpy_state() -> dict[str, object]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """All generators are afterwards as they were: what runs inside draws numbers that nobody misses."""
+    """Leave all generators as they were: what runs inside draws numbers from nobody's sequence."""
     state = rng_state()
     try:
         yield
@@ -200,7 +200,7 @@ def _read(state: Mapping[str, object], key: str) -> Any:
 
 
 def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
-    """``state`` (uint8, CPU) as rank 0 has it."""
+    """Return ``state`` (uint8, CPU) as rank 0 has it."""
     backends = str(dist.get_backend_config())
     # NCCL alone moves only tensors on the GPU.
     on_wire = state.clone() if any(name in backends for name in process.CPU_BACKENDS) else state.cuda()

@@ -38,7 +38,7 @@ class WatchedScript(Protocol):
 
 
 def run_observed(run: WatchedScript, program: Sequence[str], is_module: bool) -> None:
-    """``run_script``, whose end ``run`` hears of."""
+    """Run ``run_script``, whose end ``run`` hears of."""
     try:
         run_script(program, is_module)
     except SystemExit as error:
@@ -55,7 +55,7 @@ def run_observed(run: WatchedScript, program: Sequence[str], is_module: bool) ->
 
 
 def import_as_accelerate() -> None:
-    """For the script, ``import accelerate`` means this library."""
+    """Make ``import accelerate`` mean this library for the script."""
     from lockstep.compat.accelerate.alias import install
 
     install()
@@ -76,7 +76,7 @@ def of_one_process(options: Options) -> Options:
 
 
 def of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """From the script's first own frame on: without those of what runs it. The whole, if the script did not begin."""
+    """Return the traceback from the script's first own frame on; the whole, if the script did not begin."""
     frame, is_run = traceback, False
     while frame is not None:
         is_runpy = frame.tb_frame.f_globals.get("__name__") == "runpy"

@@ -156,7 +156,7 @@ class HostCollectives:
                 return
 
     def all_reduce(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
-        """(n,) on every rank becomes the combination of all, on every rank."""
+        """Combine (n,) of all ranks, on every rank."""
         slots = self.slots
         reduction.before(block)
         # Of two ranks each reads the other's n values either way, so that the second wait would save nothing.
@@ -166,7 +166,7 @@ class HostCollectives:
             yield from self._sum_parts(call, block, reduction)
 
     def _sum_everything(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
-        """Each rank combines all that lies in the slots."""
+        """Let each rank combine all that lies in the slots."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
         item = dtype.itemsize
@@ -186,7 +186,7 @@ class HostCollectives:
             reduction.after(piece, slots.ranks)
 
     def _sum_parts(self, call: int, block: Memory, reduction: RankReduction) -> CollectiveSteps:
-        """Each rank combines one part of each chunk, and lays it down for the others."""
+        """Let each rank combine one part of each chunk, and lay it down for the others."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
         item = dtype.itemsize
@@ -215,7 +215,7 @@ class HostCollectives:
                     slots.take(rank, address + first * item, (last - first) * item, first * item)
 
     def reduce(self, call: int, block: Memory, reduction: RankReduction, root: int) -> CollectiveSteps:
-        """(n,) on every rank becomes the combination of all on ``root``; the others keep theirs."""
+        """Combine (n,) of all ranks on ``root``; the others keep theirs."""
         slots = self.slots
         flat, dtype, combine = block.flat, block.flat.dtype, reduction.combine
         item = dtype.itemsize
@@ -236,7 +236,7 @@ class HostCollectives:
                 reduction.after(piece, slots.ranks)
 
     def all_gather(self, call: int, mine: Memory, gathered: Sequence[int]) -> CollectiveSteps:
-        """(n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
+        """Gather (n,) of each rank to the addresses of this rank's ``gathered``, one for each rank."""
         slots = self.slots
         size, most = mine.size, slots.slot_bytes
         # The own part lies there already where the input is a view of the output.
@@ -253,7 +253,7 @@ class HostCollectives:
                     slots.take(rank, gathered[rank] + start, count)
 
     def gather(self, call: int, mine: Memory, gathered: Sequence[int], root: int) -> CollectiveSteps:
-        """(n,) of each rank to the addresses of ``root``'s ``gathered``."""
+        """Gather (n,) of each rank to the addresses of ``root``'s ``gathered``."""
         slots = self.slots
         size, most = mine.size, slots.slot_bytes
         if slots.rank == root:
@@ -303,7 +303,7 @@ class HostCollectives:
             reduction.after(piece, slots.ranks)
 
     def all_to_all(self, call: int, sent: Sequence[Memory], taken: Sequence[Memory]) -> CollectiveSteps:
-        """``sent[r]`` of each rank to ``taken[s]`` of rank r. Sizes may differ, also be none."""
+        """Exchange ``sent[r]`` of each rank for ``taken[s]`` of rank r. Sizes may differ, also be none."""
         slots = self.slots
         me = slots.rank
         # A slot begins with the sizes of all that its rank sends and takes.
@@ -330,7 +330,7 @@ class HostCollectives:
             start += most
 
     def scatter(self, call: int, sent: Sequence[Memory], taken: Memory, root: int) -> CollectiveSteps:
-        """``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""
+        """Send ``sent[r]`` of ``root`` to ``taken`` of rank r; all of one size."""
         slots = self.slots
         me, size = slots.rank, taken.size
         most = slots.slot_bytes // (slots.ranks - 1)

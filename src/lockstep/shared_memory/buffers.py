@@ -57,7 +57,7 @@ class Regions:
         return (self._first_line + rank) * WORDS_A_LINE + region
 
     def tensor(self, region: int, count: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, object]:
-        """``count`` elements of a region, and an object that lives as long as any tensor on them."""
+        """Return ``count`` elements of a region, and an object that lives as long as any tensor on them."""
         assert self._segment is not None
         kind = ctypes.c_char * (count * dtype.itemsize)
         memory = kind.from_buffer(self._segment.memory, self.offset(region) + first * dtype.itemsize)
@@ -160,7 +160,7 @@ class GatheredBuffers(Regions):
     def all_gather(
         self, collectives: HostCollectives, mine: Memory, gathered: Sequence[int], use: int
     ) -> CollectiveSteps:
-        """(n,) of each rank, which lies at its place in the output already."""
+        """Gather (n,) of each rank, which lies at its place in the output already."""
         # Counted when the call is made, not when its turn comes: the next output may be allocated before.
         self._calls += 1
         return self._all_gather(collectives, mine, gathered, use)

@@ -46,7 +46,7 @@ SIZE_BITS, ROOT_BITS, REDUCTION_BITS, DTYPE_BITS = 38, 12, 4, 5
 def call_code(
     kind: str, size: int = 0, dtype: torch.dtype | None = None, reduction: object = None, root: int = 0
 ) -> int:
-    """Of a collective on ``size`` elements; sizes of 2**38 and more are counted from 0 again."""
+    """Return the code of a collective on ``size`` elements; sizes of 2**38 and more are counted from 0 again."""
     # From the highest bits to the lowest: kind | dtype | reduction | root | size
     code = NUMBER_OF[kind] << DTYPE_BITS | NUMBER_OF.get(dtype, 0)
     code = code << REDUCTION_BITS | REDUCTION_NUMBERS[reduction]
@@ -55,7 +55,7 @@ def call_code(
 
 
 def read_code(code: int) -> str:
-    """Of a code, what people read."""
+    """Return what people read of a code."""
     size, code = code % (1 << SIZE_BITS), code >> SIZE_BITS
     root, code = code % (1 << ROOT_BITS), code >> ROOT_BITS
     reduction, code = REDUCTIONS[code % (1 << REDUCTION_BITS)], code >> REDUCTION_BITS

@@ -69,7 +69,7 @@ class GroupCalls:
         return self._submit("all_reduce", rows, tensors, tensors, staging, opts)
 
     def all_reduce_sparse(self, tensors: list[Tensor], opts: CollectiveOptions) -> PendingCall:
-        """Each rank's entries to all, which add them up in the order of the ranks."""
+        """Send each rank's entries to all, which add them up in the order of the ranks."""
         kind, _ = c10d.reduction_of(opts.reduceOp)
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError("all_reduce of a sparse tensor can only sum or average. Make it dense first.")

@@ -69,7 +69,7 @@ class CallHistory:
         return f"a collective of group {self._name}"
 
     def entries(self) -> list[Mapping[str, object]]:
-        """As in the JSON form of torch's flight recorder."""
+        """Return the calls in the JSON form of torch's flight recorder."""
         return [
             {
                 "profiling_name": f"shm:{call.kind} {call.pair}".rstrip(),

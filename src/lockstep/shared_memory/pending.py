@@ -24,7 +24,7 @@ from lockstep.torch_internals.dispatch import unseen_by_modes
 
 
 def deadline_of(timeout: timedelta | None) -> float:
-    """By the monotonic clock; 0.0: none."""
+    """Return the deadline by the monotonic clock; 0.0: none."""
     return time.monotonic() + timeout.total_seconds() if timeout else 0.0
 
 
@@ -244,7 +244,7 @@ class CallQueue:
 
     @contextmanager
     def another_worker(self) -> Iterator[None]:
-        """Around callbacks: they may wait for a later call, which another thread than theirs has to carry on."""
+        """Surround callbacks: they may wait for a later call, which another thread than theirs has to carry on."""
         me = threading.get_ident()
         with self.lock:
             is_worker = me in self._workers

@@ -244,7 +244,7 @@ class RankSlots(Waitable):
         return max(map(max, rows))
 
     def _calls_of_users(self) -> dict[int, UserCall]:
-        """Of each rank what its script has called: all have seen that they differ, and exchange one more chunk."""
+        """Return what each rank's script has called: all have seen that they differ, and exchange one more chunk."""
         mine = ctypes.create_string_buffer("\n".join(user_call()).encode()[:TOLD_BYTES], TOLD_BYTES + 1)
         self.begin_chunk(0)
         self.put(ctypes.addressof(mine), TOLD_BYTES)

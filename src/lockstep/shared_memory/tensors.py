@@ -31,7 +31,7 @@ class CallTensors:
         self._written: dict[int, list[Memory]] = {}
 
     def read(self, tensor: Tensor) -> Memory:
-        """Of a tensor, of any shape, that is sent."""
+        """Return the memory of a tensor, of any shape, that is sent."""
         check_memory(tensor)
         # A contiguous tensor is not copied: it is read where it lies, when the call's turn comes.
         dense = tensor.detach().contiguous()
@@ -39,7 +39,7 @@ class CallTensors:
         return memory_of(dense)
 
     def write(self, tensor: Tensor, reads: bool = False) -> Memory:
-        """Of a tensor, of any shape, that is written, and also read first where ``reads``."""
+        """Return the memory of a tensor, of any shape, that is written, and also read first where ``reads``."""
         check_memory(tensor)
         if tensor.is_contiguous():
             block = memory_of(tensor)

@@ -19,5 +19,5 @@ def parity_workers() -> Iterator[ParityWorkers]:
 
 @pytest.fixture
 def check_parity(parity_workers: ParityWorkers) -> Callable[..., ParityReport]:
-    """``lockstep.testing.check_parity`` in the processes of this session."""
+    """Run ``lockstep.testing.check_parity`` in the processes of this session."""
     return parity_workers.check_parity

@@ -206,7 +206,7 @@ class WorkerPool:
         return reports, {}
 
     def ready(self, count: int) -> list[Worker]:
-        """``count`` living workers; starts the missing ones."""
+        """Return ``count`` living workers; the missing ones are started."""
         for worker in [worker for worker in self.workers if not worker.process.is_alive()]:
             worker.kill()
             self.workers.remove(worker)

@@ -49,7 +49,7 @@ def is_transformed() -> bool:
 
 
 def saved_tensors_hooks_now() -> tuple[Callable[..., object], Callable[..., object]] | None:
-    """(pack, unpack) of the innermost ``saved_tensors_hooks`` around; None outside of all.
+    """Return (pack, unpack) of the innermost ``saved_tensors_hooks`` around; None outside of all.
 
     Relies on: ``_top_saved_tensors_default_hooks(True)``, where True asks for those that tracing would ignore, too.
     """

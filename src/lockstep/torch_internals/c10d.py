@@ -78,7 +78,7 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 
 
 def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], most_bytes: int, source: int) -> None:
-    """In place, in messages of at most so many bytes, from a rank of the group: DDP's own way for buffers.
+    """Broadcast in place from a rank of the group, in messages of at most so many bytes: DDP's own way for buffers.
 
     Relies on: ``_broadcast_coalesced``.
     """
@@ -95,7 +95,8 @@ def traced() -> Any:
 
 
 def reduction_of(op: Any) -> tuple[dist.ReduceOp.RedOpType, float | torch.Tensor | None]:
-    """(kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of PREMUL_SUM."""
+    """Return (kind, factor or None) of a reduction. Relies on: ``ReduceOp.__getstate__`` tells the factor of
+    PREMUL_SUM."""
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     return kind, factor
 
@@ -191,7 +192,7 @@ DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def recorder_traces() -> Iterator[Mapping[str, object]]:
-    """Those of this process, by kind of recorder. What a recorder raises or says wrongly is left out."""
+    """Yield the traces of this process, by kind of recorder. What a recorder raises or says wrongly is left out."""
     try:
         from torch._C import _distributed_c10d
     except ImportError:

@@ -62,7 +62,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_alike(inner: nn.Module, module: nn.Module) -> nn.Module:
-    """``inner`` in such a compiled module as ``module`` is. Relies on: its class takes a module and ``dynamo_ctx``."""
+    """Wrap ``inner`` in such a compiled module as ``module`` is. Relies on: its class takes a module and
+    ``dynamo_ctx``."""
     again: nn.Module = type(module)(inner, module.dynamo_ctx)
     return again
 

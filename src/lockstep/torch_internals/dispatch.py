@@ -16,17 +16,18 @@ from lockstep.torch_internals.versions import expect, probed
 
 
 def schema_of(operator: object) -> Any:
-    """Name and arguments of an operator; None if it has no schema. Relies on: ``_schema``."""
+    """Return name and arguments of an operator; None if it has no schema. Relies on: ``_schema``."""
     return getattr(operator, "_schema", None)
 
 
 def operation_name(operator: OpOverload) -> str:
-    """Such as "add_". Relies on: ``_schema.name`` of an operation is that after its namespace."""
+    """Return the name of an operation, such as "add_". Relies on: ``_schema.name`` of an operation is that after its
+    namespace."""
     return str(operator._schema.name).removeprefix("aten::")
 
 
 def argument_names(operator: Any) -> list[str]:
-    """In the order in which they may be given by position."""
+    """Return the names of arguments in the order in which they may be given by position."""
     return [argument.name for argument in operator._schema.arguments]
 
 
@@ -36,7 +37,7 @@ def changes_arguments(operator: Any) -> bool:
 
 
 def operators_of(names: Sequence[str]) -> list[object]:
-    """Those of these names that ``torch.ops.aten`` has."""
+    """Return those operators of these names that ``torch.ops.aten`` has."""
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
 

@@ -76,7 +76,7 @@ def handle_operators(handlers: Mapping[OpOverload, Callable[..., object]]) -> No
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis for all of the mesh's, in row-major order; the axis can be used in slices of the whole mesh.
+    """Flatten the mesh's axes to one, in row-major order; the axis can be used in slices of the whole mesh.
 
     Relies on: ``_flatten(name)``. Collective the first time.
     """

@@ -204,7 +204,8 @@ class _PlainOperators:
         return self._as_torch(op, (target, *others), kwargs)
 
     def _laid_out_as(self, target: DTensor, other: object) -> object:
-        """``other`` laid out as ``target``, if it is a plain tensor, or a DTensor of its shape on another mesh."""
+        """Return ``other`` laid out as ``target``, if it is a plain tensor, or a DTensor of its shape on another
+        mesh."""
         if _is_dtensor(other) and (other.device_mesh == target.device_mesh or other.shape != target.shape):
             return other
         if not isinstance(other, torch.Tensor) or (other.numel() == 1 and not _is_dtensor(other)):
@@ -313,7 +314,7 @@ def keep_plain_gradients(loss: torch.Tensor) -> None:
 
 
 def _nodes_of_dtensors(root: Node) -> set[Node]:
-    """Those nodes of autograd from which a parameter that is a DTensor is reached by way of DTensors.
+    """Return those nodes of autograd from which a parameter that is a DTensor is reached by way of DTensors.
 
     Relies on: what ends at a leaf has it as ``variable``; ``_ToTorchTensor`` makes plain tensors of DTensors.
     """

@@ -30,7 +30,7 @@ UNKNOWN_VALUE = (
 
 
 def without_values(func: Callable[..., object], args: Any, kwargs: dict[str, object]) -> object:
-    """``func(*args, **kwargs)`` where one of the tensors has no values.
+    """Call ``func(*args, **kwargs)`` where one of the tensors has no values.
 
     Relies on: the shapes of ``aten._grouped_mm`` (experts) are known for bfloat16 alone, though it computes in others;
     shapes once found are remembered for ``view`` and not for ``_unsafe_view``, which is the same here.
@@ -47,7 +47,7 @@ def without_values(func: Callable[..., object], args: Any, kwargs: dict[str, obj
 
 
 def emptied(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its values, as ``mode`` would take it itself. Relies on: its converter."""
+    """Return ``tensor`` without its values, as ``mode`` would take it itself. Relies on: its converter."""
     return mode.fake_tensor_converter.from_real_tensor(mode, tensor)
 
 

@@ -17,7 +17,7 @@ Formula = Callable[..., int]
 def of_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
 ) -> int:
-    """Of a forward over tensors [batch, heads, sequence, width], in full where it is causal, too."""
+    """Count the FLOPs of a forward over tensors [batch, heads, sequence, width], in full where it is causal, too."""
     return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
@@ -70,7 +70,7 @@ HARMLESS = frozenset(
 
 
 def formulas() -> dict[object, Formula]:
-    """By operator, without its overload. Relies on: ``flop_registry`` is such a mapping."""
+    """Return the formulas by operator, without its overload. Relies on: ``flop_registry`` is such a mapping."""
     known: dict[object, Formula] = dict(flop_counter.flop_registry)
     for name, formula in OURS.items():
         known.update((operator, formula) for operator in operators_of((name,)))

@@ -49,7 +49,8 @@ def param_groups(module: ShardedModule) -> list[FSDPParamGroup]:
 
 
 def shards_whole_numbers() -> bool:
-    """Whether parameters of integers can be sharded: up to 2.11 torch makes each shard one that trains, then asks."""
+    """Return whether parameters of integers can be sharded: up to 2.11 torch makes each shard one that trains, then
+    asks."""
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
@@ -235,7 +236,8 @@ def move_shard(param: FSDPParam, keep: Callable[[torch.Tensor], torch.Tensor]) -
 
 @cache
 def accumulates_in_leaf() -> bool:
-    """Whether ``unsharded_accumulated_grad`` is only another name of ``_unsharded_param.grad``, as from 2.15 on."""
+    """Return whether ``unsharded_accumulated_grad`` is only another name of ``_unsharded_param.grad``, as from 2.15
+    on."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param as param_file
 
     return isinstance(vars(param_file.FSDPParam).get("unsharded_accumulated_grad"), property)

@@ -58,7 +58,7 @@ def all_gather(input: Tensor, group_size: int, group_name: object) -> Tensor:
 
 
 def all_gather_out(input: Tensor, group_size: int, group_name: object, *, out: Tensor) -> Tensor:
-    """``all_gather`` into a flat tensor [n * group_size] that is there.
+    """Gather into a flat tensor [n * group_size] that is there.
 
     Groups written in Python are reached as well, unlike from C++.
     """
@@ -68,7 +68,7 @@ def all_gather_out(input: Tensor, group_size: int, group_name: object, *, out: T
 
 
 def all_gather_each(inputs: list[Tensor], group_size: int, group_name: object) -> list[Tensor]:
-    """``all_gather`` of each tensor [n, ...]."""
+    """Gather each tensor [n, ...]."""
     return [all_gather(tensor, group_size, group_name) for tensor in inputs]
 
 

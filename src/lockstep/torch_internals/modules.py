@@ -54,7 +54,7 @@ def children_of(module: nn.Module) -> Registered:
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """As often as they stand in the model, quicker than ``nn.Module.parameters``.
+    """Return the parameters as often as they stand in the model, quicker than ``nn.Module.parameters``.
 
     Relies on: as ``parameters_of`` and ``children_of``.
     """
@@ -88,12 +88,13 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def forward_pre_hooks_of(module: nn.Module) -> list[Callable[..., object]]:
-    """In the order of their calls. Relies on: ``_forward_pre_hooks`` is a dictionary of them."""
+    """Return the hooks in the order of their calls. Relies on: ``_forward_pre_hooks`` is a dictionary of them."""
     return list(module._forward_pre_hooks.values())
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, object]]:
-    """All dictionaries of hooks. Relies on: the names of those that have them end so, as ``_forward_hooks`` does."""
+    """Return all dictionaries of hooks. Relies on: the names of those that have them end so, as ``_forward_hooks``
+    does."""
     return [
         vars(module)[name] for name in OWN_ATTRIBUTES if name.endswith("_hooks") and vars(module).get(name)
     ]

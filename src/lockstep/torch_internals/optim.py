@@ -88,17 +88,18 @@ def step_on_parts(optimizer: Any, parts: Callable[[list[list[Tensor]]], list[lis
 
 
 def with_step_hooks(step: Callable[..., object]) -> Callable[..., object]:
-    """``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
+    """Return ``step`` with the optimizer's hooks before and after it. Relies on: ``Optimizer.profile_hook_step``."""
     return Optimizer.profile_hook_step(step)
 
 
 def takes_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether it was made by torch's own ``__init__``. Relies on: hooks are kept in ``_optimizer_step_pre_hooks``."""
+    """Return whether it was made by torch's own ``__init__``. Relies on: hooks are kept in
+    ``_optimizer_step_pre_hooks``."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def step_post_hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:
-    """Its own and those of all optimizers.
+    """Return its own and those of all optimizers.
 
     Relies on: ``_optimizer_step_post_hooks``, and ``_global_optimizer_post_hooks`` of a module that is hidden by the
     class of the same name.
@@ -135,7 +136,7 @@ class StepListeners(Generic[Listener]):
         self._listeners.add(listener)
 
     def remove(self, listener: Listener) -> None:
-        """No longer tell it, if it was told."""
+        """Stop telling it, if it was told."""
         self._listeners.discard(listener)
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
@@ -149,7 +150,7 @@ def counts_steps(scheduler: object) -> bool:
 
 
 def count_step(scheduler: Any) -> None:
-    """One more, without a step: torch warns where it has not one more than the optimizer made."""
+    """Count one more step without making it: torch warns where it has not one more than the optimizer made."""
     scheduler._step_count += 1
 
 
@@ -176,7 +177,7 @@ class HookedGradScaler(torch.amp.GradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """To be overridden; as torch does it."""
+        """Unscale gradients as torch does; to be overridden."""
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _unscale_grads_(

@@ -47,21 +47,21 @@ class ScheduleRuntime(schedules._PipelineScheduleRuntime):
         return list(self.pipeline_order_with_comms[self.rank])
 
     def expect_backward(self, expected: bool) -> None:
-        """Whether forwards keep what backwards need."""
+        """Say whether forwards keep what backwards need."""
         self._has_backward = expected
         for stage in self._stages:
             stage.has_backward = expected
 
     def carry_out(self, actions: list[ScheduleAction], losses: Sequence[torch.Tensor] | None = None) -> None:
-        """``losses``: those that backwards begin with, where the last stage is."""
+        """Carry out the schedule; ``losses``: those that backwards begin with, where the last stage is."""
         if losses is not None:
             self._internal_losses = list(losses)
         self.pipeline_order_with_comms = {self.rank: actions}
         self._step_microbatches(target_mbs=[None] * self._n_microbatches, return_outputs=False)
 
     def _wait_for_gradients(self, action: ScheduleAction, ctx: FunctionContext) -> None:
-        """As torch's, which also ends the stage's manual finalization; that cannot be changed inside of a backward,
-        from which this may be called, and every forward sets it anew.
+        """Wait as torch does, and leave the stage's manual finalization as it is: it cannot be changed inside of a
+        backward, from which this may be called, and every forward sets it anew.
 
         Relies on: ``_gradient_reduction_handle``, set by REDUCE_GRAD of a sharded stage, from 2.15 on.
         """
@@ -101,8 +101,8 @@ def without_setup(schedule: Any) -> None:
 
 
 def complete(actions: list[ScheduleAction]) -> list[ScheduleAction]:
-    """One phase of a schedule with what belongs to it: around each stage's own actions its sharded parameters are
-    gathered and given back, after its last backward gradients are reduced, and at the end sends are waited for.
+    """Complete a phase of a schedule with what belongs to it: around each stage's own actions its sharded parameters
+    are gathered and given back, after its last backward gradients are reduced, and at the end sends are waited for.
 
     Relies on: from 2.15 on WAIT_SEND_F and WAIT_SEND_B of the same stage and micro-batch must follow each send, and
     WAIT_REDUCE_GRAD each REDUCE_GRAD; before, the runtime waits by itself.
@@ -261,7 +261,6 @@ StageBase: Any = _stage_of_this_torch()
 
 
 def splits_backward_exactly() -> bool:
-    """Whether the backward of weights may come apart from that of inputs: up to torch 2.12 the gradient of a weight
-    that is used twice is wrong then, and one whose result has two parts fails.
-    """
+    """Return whether the backward of weights may come apart from that of inputs: up to torch 2.12 the gradient of a
+    weight that is used twice is wrong then, and one whose result has two parts fails."""
     return torch.torch_version.TorchVersion(torch.__version__) >= "2.13"

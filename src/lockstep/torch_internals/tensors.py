@@ -80,7 +80,8 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def functions_of_subclasses_disabled() -> AbstractContextManager[object]:
-    """Inside, a subclass is not told of what is done to its tensors. Relies on: ``DisableTorchFunctionSubclass``."""
+    """Hide from a subclass what is done to its tensors inside of the block. Relies on:
+    ``DisableTorchFunctionSubclass``."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return context
 
@@ -113,7 +114,7 @@ _HOOKS = {TENSOR: "_backward_hooks", POST_ACCUMULATE: "_post_accumulate_grad_hoo
 
 
 def kinds_of_hooks(parameter: object) -> list[str]:
-    """Of which kinds this tensor has hooks, other than Lockstep's own."""
+    """Return the kinds of hooks that this tensor has, other than Lockstep's own."""
     return [kind for kind, name in _HOOKS.items() if getattr(parameter, name) and has_hook(parameter, kind)]
 
 
@@ -129,7 +130,7 @@ def kind_of_hook(parameter: object) -> str | None:
 
 
 def hooks_of_parameter(parameter: object, kind: str) -> list[Callable[..., torch.Tensor | None]]:
-    """All of this kind, in the order in which they are called."""
+    """Return all hooks of this kind, in the order in which they are called."""
     return list((getattr(parameter, _HOOKS[kind]) or {}).values())
 
 

@@ -92,7 +92,7 @@ class Accumulation:
 
     @contextmanager
     def accumulate(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """One micro-batch: sets ``sync_gradients``, and holds back averaging inside a window.
+        """Surround one micro-batch: set ``sync_gradients``, and hold back averaging inside a window.
 
         Raises:
             UsageError: windows of several micro-batches where ranks may end in the middle of one.
@@ -128,7 +128,7 @@ class Accumulation:
 
     @contextmanager
     def alone(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Each rank trains by itself inside: nothing is averaged, and windows end as ever."""
+        """Let each rank train by itself inside: nothing is averaged, and windows end as ever."""
         with ExitStack() as stack:
             stack.enter_context(attributes_set(self, _is_alone=True))
             for model in models:
@@ -252,18 +252,18 @@ class Accumulation:
             last.backwards = -1
 
     def uneven_inputs(self) -> AbstractContextManager[None]:
-        """Ranks may end earlier than others inside."""
+        """Allow ranks to end earlier than others inside."""
         return attributes_set(self, _inputs_are_uneven=True)
 
 
 def _position(state: StateDict) -> int:
-    """Micro-batches in the open window; 0 outside of one."""
+    """Return the number of micro-batches in the open window; 0 outside of one."""
     return 0 if state["sync_gradients"] else state["micro_batch"] % state["accumulation_steps"]
 
 
 @contextmanager
 def trigger_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward averages gradients although the last forward ran in ``no_sync``."""
+    """Let backward average gradients inside, although the last forward ran in ``no_sync``."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield
         return

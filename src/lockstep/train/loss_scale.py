@@ -37,7 +37,7 @@ class _ShardScaler(torch_optim.HookedGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """As torch's, of the ranks' parts of gradients; what one rank finds infinite, all ranks have found."""
+        """Unscale the ranks' parts of gradients as torch does; what one rank finds infinite, all ranks have found."""
         gradients = [p.grad for p in _with_gradients(optimizer)]
         if not any(map(is_dtensor, gradients)):
             return self._everywhere(
@@ -111,7 +111,7 @@ class LossScaler:
             self._unscaled.add(id(optimizer))
 
     def unscale_owners(self, parameters: list[torch.Tensor]) -> None:
-        """``unscale`` the optimizers that hold any of these parameters."""
+        """Unscale the optimizers that hold any of these parameters."""
         wanted = {id(parameter) for parameter in parameters}
         for optimizer in self._optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):

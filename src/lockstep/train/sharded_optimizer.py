@@ -122,7 +122,7 @@ def _local_parts(lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[object, object] | None:
-    """Its mesh and placements; None for what is no DTensor."""
+    """Return its mesh and placements; None for what is no DTensor."""
     return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 

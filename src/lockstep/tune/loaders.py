@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 
 
 def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[object]:
-    """``loader`` with batches of ``size`` samples; of its sampler, dataset and options nothing is copied.
+    """Return ``loader`` with batches of ``size`` samples; of its sampler, dataset and options nothing is copied.
 
     Raises:
         UsageError: something of the script's own makes the batches.

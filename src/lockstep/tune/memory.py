@@ -16,7 +16,7 @@ EVERY_S = 0.01
 
 
 def limit_of_rank(asked: int | None, device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may take on ``device``; on a CPU those of its process.
+    """Return bytes that this rank may take on ``device``; on a CPU those of its process.
 
     Without ``asked`` it is what is free now and what this process has: on a CPU its part of that of ``local_ranks``.
     """
@@ -27,14 +27,14 @@ def limit_of_rank(asked: int | None, device: torch.device, local_ranks: int) -> 
 
 
 def enforce(limit: int, device: torch.device) -> None:
-    """On CUDA: what goes beyond the limit from now on is an ``OutOfMemoryError``."""
+    """Raise ``OutOfMemoryError`` on CUDA for what goes beyond the limit from now on."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return bytes of this process that are in memory."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -14,7 +14,7 @@ RIGHT = TITLES[:-1]
 
 
 def rows(result: TuneResult) -> list[tuple[str, ...]]:
-    """One for each size, ascending."""
+    """Return one for each size, ascending."""
     return [
         (
             str(one.micro_batch),
@@ -29,7 +29,7 @@ def rows(result: TuneResult) -> list[tuple[str, ...]]:
 
 
 def verdict(trial: SizeTrial, limit: int | None) -> str:
-    """In words."""
+    """Say the verdict in words."""
     of = "" if limit is None else f" of {memory_text(limit)}"
     match trial.verdict:
         case SizeVerdict.FITS:

@@ -108,6 +108,6 @@ class RankReport:
 
     @classmethod
     def read_all(cls, folder: Path) -> list[RankReport]:
-        """Those of all ranks that have told something, by rank."""
+        """Read the results of all ranks that have told something, by rank."""
         found = [cls(**json.loads(path.read_text("utf-8"))) for path in folder.glob("rank-*.json")]
         return sorted(found, key=lambda one: one.rank)

@@ -162,7 +162,7 @@ class Tuner:
     # What the script says of itself ----------------------------------------------------------------------
 
     def _facts_of_script(self, ended: TrialEnd) -> RankReport:
-        """Those of rank 0. Raises CouldNotTune where there is nothing to tune."""
+        """Read the facts of rank 0. Raises CouldNotTune where there is nothing to tune."""
         self._refuse(ended.facts)
         script = self.request.words[0]
         facts = next((one for one in ended.facts if one.micro_batch is not None), None)

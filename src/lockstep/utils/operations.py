@@ -161,7 +161,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside of the block, sharded parameters are whole on every rank. Enter it on every rank.
+    """Make sharded parameters whole on every rank inside of the block. Enter it on every rank.
 
     The parameters themselves are whole, not copies. Models must not be called inside.
 

@@ -260,7 +260,7 @@ class ParityCheck:
     # Runs -------------------------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
-        """Of the next run."""
+        """Return the folder of the next run."""
         self._runs += 1
         return self._request.folder / f"run-{self._runs}"
 

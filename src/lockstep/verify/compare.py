@@ -98,7 +98,8 @@ def compare_with_whole(
     ranks: Sequence[Observed],
     limits: RoundingLimits,
 ) -> Comparison:
-    """All differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module first.
+    """Return all differences: of state, the loss, outputs, gradients and copies of them; gradients of the last module
+    first.
 
     ``ranks``: what each rank of the split model has seen.
     """
@@ -159,7 +160,7 @@ def _of_gradients(
 def _distances(
     split: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, float, Tensor, Tensor]]:
-    """(name, relative distance, found, expected) of each gradient."""
+    """Yield (name, relative distance, found, expected) of each gradient."""
     usual = smallest(g.double().norm().item() / math.sqrt(max(g.numel(), 1)) for g in whole.values())
     for name, expected in whole.items():
         # Below its smallest normal number a type has no more digits: fp16 loses gradients below 6e-5 bit by bit.

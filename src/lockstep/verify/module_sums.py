@@ -65,7 +65,7 @@ class Sums:
 
 
 def sums_of(tensor: Tensor) -> Sums:
-    """Of one tensor, [..., width], or of this rank's part of it: its elements, and by their place along the width."""
+    """Sum a tensor [..., width], or this rank's part of it: its elements, and by their place along the width."""
     part = local(tensor.detach()).double()
     if not part.numel():
         return Sums()

@@ -124,7 +124,7 @@ def _combination(outputs: Iterable[Tensor]) -> Tensor | None:
 
 
 def _weights(like: Tensor) -> Tensor:
-    """Numbers between -1 and 1 that follow no pattern of rows or columns."""
+    """Return numbers between -1 and 1 that follow no pattern of rows or columns."""
     places = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return torch.sin(places * places * 0.37 + places + 1).to(like.dtype).view(like.shape)
 
@@ -147,7 +147,7 @@ class Chunks:
 
     @classmethod
     def of(cls, model: nn.Module, batch: ComparedBatch) -> Chunks | None:
-        """None where the model splits the sequence itself."""
+        """Return the chunks of a batch; None where the model splits the sequence itself."""
         given = list(leaves((tuple(batch.args), batch.kwargs)).values())
         for region in regions_of(model):
             chunks = region.loader_chunks_among(given)
@@ -156,7 +156,7 @@ class Chunks:
         return None
 
     def whole(self, batch: ComparedBatch) -> ComparedBatch:
-        """With the whole of each tensor that is in ``buffers``."""
+        """Put the whole of each tensor that is in ``buffers`` in its place."""
         known, dims = self._known, self._known_dims
 
         def replaced(path: str, leaf: object) -> object:
@@ -168,7 +168,7 @@ class Chunks:
         return _scaled(_mapped(replaced, batch), self._region.layout.size)
 
     def why_not(self) -> str:
-        """After ``whole``."""
+        """Say why not, after ``whole``."""
         if self._dims:
             return ""
         return (
@@ -250,5 +250,5 @@ def _mean_over(number: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def shapes_of(outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Of each tensor, by its path."""
+    """Return the shape of each tensor, by its path."""
     return {path: tuple(output.shape) for path, output in outputs.items()}

@@ -171,7 +171,7 @@ class Verification:
         before: dict[str, object],
         look: bool,
     ) -> tuple[Comparison | None, str]:
-        """On rank 0, or why there is none. To ``look`` at modules costs more, and shows where a difference begins."""
+        """Compare on rank 0, or say why not. To ``look`` at modules costs more, and shows where a difference begins."""
         whole, limits, reason = self._run_reference(batch, live, look)
         reason = self._shared([reason])[0]
         if reason:
@@ -278,7 +278,7 @@ class Verification:
     # What ranks tell each other -----------------------------------------------------------------------
 
     def _shared(self, values: list[object]) -> list[Any]:
-        """Those of rank 0."""
+        """Return rank 0's values."""
         return self._communicator.broadcast_object_list(values)
 
     def _why_not(self, chunks: Chunks | None) -> str:
@@ -293,7 +293,7 @@ class Verification:
         return ""
 
     def _same_batch(self, batch: ComparedBatch) -> tuple[ComparedBatch, str]:
-        """Rank 0's, so that ranks with batches of their own have the same."""
+        """Return rank 0's, so that ranks with batches of their own have the same."""
         host = batch.detached(torch.device("cpu"))
         try:
             values = self._shared([(host.args, host.kwargs, host.targets)])

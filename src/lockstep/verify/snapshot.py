@@ -46,7 +46,7 @@ class Snapshot:
         self._parameters = {local(p).untyped_storage().data_ptr(): p for p in nn.Module.parameters(model)}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """As they were, under all their names."""
+        """Return the buffers as they were, under all their names."""
         return {
             f"{prefix}.{name}" if prefix else name: self._buffers[id(module), name][3]
             for prefix, module in self._model.named_modules(remove_duplicate=False)
@@ -88,7 +88,8 @@ class Snapshot:
         set_rng_state(self._rng)
 
     def before_write(self, tensor: Tensor) -> None:
-        """``tensor`` is about to be changed in place: if it is a parameter, or a view of one, keep its values."""
+        """Keep the values of ``tensor``, which is about to be changed in place, if it is a parameter or a view of
+        one."""
         if tensor.is_meta or hasattr(tensor, "fake_mode"):
             # Of a forward that only looks at shapes.
             return
@@ -100,7 +101,7 @@ class Snapshot:
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[object, object]]:
-    """Name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes.
+    """Return name -> (value, a copy) of numbers, texts and tensors that the module keeps as attributes.
 
     Tensors without values stand for parameters of another stage of a pipeline.
     """

@@ -118,7 +118,7 @@ class ProcessFacts:
 
     @classmethod
     def read_all(cls, folder: Path) -> list[ProcessFacts]:
-        """Of all processes of a run that came to their end, by rank."""
+        """Read the facts of all processes of a run that came to their end, by rank."""
         found = [cls.of(json.loads(path.read_text("utf-8"))) for path in folder.glob("facts-*.json")]
         return sorted(found, key=lambda one: one.rank)
 

@@ -222,7 +222,7 @@ def _call_of(model: nn.Module) -> Callable[[ComparedBatch], object]:
 
 
 def _complete(result: PassResult, model: nn.Module, before: Snapshot) -> None:
-    """With gradients, and with what the forward has changed."""
+    """Add gradients, and what the forward has changed."""
     result.gradients = {
         name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None
     }
@@ -273,12 +273,12 @@ class Collector:
         self._numbers = numbers(model)
 
     def live(self, model: nn.Module, snapshot: Snapshot) -> SplitModelState:
-        """On rank 0: what the split model is made of now. Collective."""
+        """Return on rank 0 what the split model is made of now. Collective."""
         weights, trained = self._weights(model, snapshot)
         return SplitModelState(weights, trained, self._changed_numbers(model))
 
     def _changed_numbers(self, model: nn.Module) -> dict[str, object]:
-        """Those that are other ones since, of all ranks' modules. Collective."""
+        """Return the numbers that are other ones since, of all ranks' modules. Collective."""
         before = self._numbers
         mine = {name: v for name, v in numbers(model).items() if name in before and before[name] != v}
         changed: dict[str, object] = {}
@@ -287,7 +287,7 @@ class Collector:
         return changed
 
     def _weights(self, model: nn.Module, snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, bool]]:
-        """On rank 0: each weight and buffer by all its names, and whether weights are trained. Collective."""
+        """Return on rank 0 each weight and buffer by all its names, and whether weights are trained. Collective."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         state: dict[str, object] = {name: p.detach() for name, p in parameters.items()}
         state |= snapshot.named_buffers()
@@ -322,7 +322,7 @@ class Collector:
 
     @staticmethod
     def drop_gradients(model: nn.Module) -> None:
-        """Those of the pass."""
+        """Drop the gradients of the pass."""
         for parameter in nn.Module.parameters(model):
             parameter.grad = None
 

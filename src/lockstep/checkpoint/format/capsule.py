@@ -71,7 +71,7 @@ class CapsuleFacts:
 
     @classmethod
     def read(cls, folder: Path) -> CapsuleFacts:
-        """Those of a capsule. Raises ConfigError: ``folder`` is none."""
+        """Read the tensors of a capsule. Raises ConfigError: ``folder`` is none."""
         # With pydantic, which a run may never need.
         from lockstep.checkpoint.format.documents import validated
 

@@ -65,7 +65,7 @@ def record_of(chunks: Iterable[Chunk]) -> FileRecord:
 
 
 def digest_of(content: Chunk) -> str:
-    """BLAKE3 of some bytes, in hexadecimal."""
+    """Compute BLAKE3 of some bytes, in hexadecimal."""
     return record_of([content]).blake3
 
 
@@ -80,7 +80,7 @@ Strict = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def canonical(document: object) -> bytes:
-    """One JSON text for each document, in ASCII, with keys in their order.
+    """Write each document as one JSON text, in ASCII, with keys in their order.
 
     Raises:
         UsageError: ``parse_json`` would refuse it, as too deep or too long.
@@ -105,7 +105,7 @@ def canonical(document: object) -> bytes:
 
 
 def _least_values(text: str | bytes) -> int:
-    """At least the number of values in a text of JSON, counted without reading it."""
+    """Return a lower bound for the number of values in a text of JSON, counted without reading it."""
     if isinstance(text, bytes):
         return text.count(b",") + text.count(b"[") + text.count(b"{")
     return text.count(",") + text.count("[") + text.count("{")
@@ -166,7 +166,8 @@ Form = TypeVar("Form")
 
 
 def validated(form: type[Form], document: object, path: str) -> Form:
-    """``document`` as ``form``, a model, dataclass or type. Raises ValueError: names the first place that differs."""
+    """Validate ``document`` as ``form``, a model, dataclass or type. Raises ValueError: names the first place that
+    differs."""
     try:
         return TypeAdapter(form).validate_python(document)
     except ValidationError as error:
@@ -176,7 +177,7 @@ def validated(form: type[Form], document: object, path: str) -> Form:
 
 
 def checked(form: type[Form], document: object, path: str) -> Form:
-    """As ``validated``. Raises CheckpointError."""
+    """Return what ``validated`` returns. Raises CheckpointError."""
     try:
         return validated(form, document, path)
     except ValueError as error:
@@ -189,7 +190,7 @@ OURS = re.compile(r"(tensors|state|rank-\d{5,6})\.json|(model(_\d+)?|state)-\d{5
 
 
 def check_name(name: str) -> str:
-    """``name`` if it is a relative path of plain names, as files of a checkpoint have.
+    """Return ``name`` if it is a relative path of plain names, as files of a checkpoint have.
 
     Raises:
         CheckpointError: it is absolute, leaves its folder, or has other characters.
@@ -303,13 +304,13 @@ def entry_of(record: FileRecord) -> FileEntry:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the JSON file of what one rank alone has."""
+    """Return name of the JSON file of what one rank alone has."""
     return f"rank-{rank:05d}.json"
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Of Lockstep, torch, NumPy and Python."""
+    """Return the versions of Lockstep, torch, NumPy and Python."""
     return {
         "lockstep": __version__,
         "torch": str(torch.__version__),

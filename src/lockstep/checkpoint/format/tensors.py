@@ -242,7 +242,7 @@ def check_key(name: str) -> None:
 
 
 def free_key(name: str, taken: Collection[str]) -> str:
-    """``name``, or one like it that a safetensors file can hold and that is not ``taken``."""
+    """Return ``name``, or one like it that a safetensors file can hold and that is not ``taken``."""
     key = name if _is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
     while key == METADATA or key in taken:
         key += "'"
@@ -289,7 +289,7 @@ class TensorReader:
             raise self._error(key, error) from error
 
     def read(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """``lengths`` elements from ``offsets`` on of the tensor ``key``; its memory may be the file."""
+        """Read ``lengths`` elements from ``offsets`` on of the tensor ``key``; its memory may be the file."""
         try:
             # A tensor without dims has no slices.
             if not lengths:

@@ -57,7 +57,7 @@ class Store(Protocol):
         """Sizes in bytes of all files below ``root``, by relative name; None for links and special files."""
 
     def children(self, folder: str) -> list[str]:
-        """Names of the directories in ``folder``; none if it does not exist."""
+        """Return names of the directories in ``folder``; none if it does not exist."""
 
     def move_files(self, directory: str, into: str, names: Iterable[str]) -> None:
         """Move files from one checkpoint to another, which keeps what it has under these names."""
@@ -66,7 +66,7 @@ class Store(Protocol):
         """Remove a published checkpoint, so that no half of it can be seen; files that are ``kept`` stay there."""
 
     def free_bytes(self, directory: str) -> int | None:
-        """Bytes that can be written there, where that can be known."""
+        """Return bytes that can be written there, where that can be known."""
 
     def lock(self, path: str, what: str) -> Lock:
         """Return a lock on ``what``, not yet acquired, that others see at ``path``."""

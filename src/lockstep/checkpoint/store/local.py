@@ -280,7 +280,7 @@ class DirectoryLock:
         self._key: str | None = None
 
     def acquire(self) -> None:
-        """Lock; nothing if this object has done so.
+        """Lock. Does nothing if this object has done so.
 
         Raises:
             CheckpointError: another process has; names it.

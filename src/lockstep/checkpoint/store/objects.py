@@ -103,7 +103,7 @@ class Objects:
             yield block
 
     def size(self, path: str) -> int:
-        """Bytes of a file. Raises FileNotFoundError, also for a folder."""
+        """Return bytes of a file. Raises FileNotFoundError, also for a folder."""
         with self._reaching(path) as (file_system, place):
             # fsspec keeps listings, but other processes change what is there.
             file_system.invalidate_cache()
@@ -215,7 +215,7 @@ class Objects:
         return self._url.without_secrets(f"{type(error).__name__}: {error}".rstrip(": ."))
 
     def _cause(self, error: Exception) -> Exception | None:
-        """None where a traceback would show credentials."""
+        """Return the cause of an error; None where a traceback would show credentials."""
         return None if self._url.userinfo else error
 
     def _forget_connections(self) -> None:

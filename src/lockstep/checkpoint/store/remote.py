@@ -130,7 +130,7 @@ class RemoteStore:
         return self._objects.blocks(path)
 
     def files(self, root: str) -> dict[str, int | None]:
-        """Without the records that are no part of what was saved: the manifest and the owner."""
+        """Return the files without the records that are no part of what was saved: the manifest and the owner."""
         found, _ = self._objects.tree(root)
         return {name: size for name, size in found.items() if name not in (MANIFEST, OWNER)}
 
@@ -150,7 +150,7 @@ class RemoteStore:
     # The layout -------------------------------------------------------------------------------------
 
     def _folders(self, directory: str) -> list[str]:
-        """Names of the folders of files, the newest first."""
+        """Return names of the folders of files, the newest first."""
         names = [name for name, size in self._objects.entries(directory).items() if size is None]
         return sorted(filter(FOLDER.fullmatch, names), key=_checkpoint_number, reverse=True)
 

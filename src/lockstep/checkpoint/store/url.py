@@ -36,7 +36,7 @@ class Url:
         return shown
 
     def without_secrets(self, text: str) -> str:
-        """``text`` with the credentials hidden: messages of file systems often name the whole URL.
+        """Return ``text`` with the credentials hidden: messages of file systems often name the whole URL.
 
         A short user name may be a part of any word, so it is hidden only where it stands before a password or a host.
         """

@@ -163,7 +163,7 @@ def _inside(store: Store, root: str, manifest: Manifest, name: str) -> str:
 
 
 def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """``work`` on each item, in threads where this process has several cores; the first error is raised.
+    """Run ``work`` on each item, in threads where this process has several cores; the first error is raised.
 
     Not with concurrent.futures, which takes no more work once the main thread has ended: a save in the background
     goes on then.

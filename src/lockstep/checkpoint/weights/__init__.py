@@ -15,7 +15,7 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of ``size``: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
+    """Parse ``size`` as bytes: a positive integer, or a text such as ``"10GB"`` or ``"512MiB"``."""
     return bytes_of(size, "max_shard_size", at_least=1)
 
 

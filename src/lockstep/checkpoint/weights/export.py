@@ -29,7 +29,8 @@ from lockstep.errors import CheckpointError, UsageError
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``from_pretrained`` of the model's class can load its weights: a model of transformers, no adapters."""
+    """Return whether ``from_pretrained`` of the model's class can load its weights: a model of transformers, no
+    adapters."""
     bases = ((base.__module__, base.__name__) for base in type(model).__mro__)
     return ("transformers.modeling_utils", "PreTrainedModel") in bases and not getattr(
         model, "_hf_peft_config_loaded", False
@@ -144,7 +145,7 @@ def save_stages(
     max_shard_size: int | str,
     communicator: Communicator,
 ) -> None:
-    """``save_model`` for a model of which each rank has some blocks: rank 0 gets all of them, in host memory, first."""
+    """Save a model of which each rank has some blocks: rank 0 gets all of them first, in host memory."""
     with raise_on_all_ranks(communicator):
         limit, directory = parse_size(max_shard_size), local_directory(save_directory)
     state = collect_stages(model.state_dict(), communicator, whole_model)
@@ -181,7 +182,7 @@ def _write(
 
 
 def checked_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """``state``, if safetensors files can hold it.
+    """Return ``state``, if safetensors files can hold it.
 
     Raises:
         UsageError: a value is no tensor, has no elements in memory, or a name or dtype that these files lack.
@@ -206,7 +207,7 @@ def checked_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
 def collect_stages(
     state: Mapping[str, object], communicator: Communicator, spec: FullModelSpec = NO_TIES
 ) -> StateDict:
-    """All ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
+    """Return all ranks' entries of a ``state_dict`` on rank 0, in host memory, and nothing on the others; collective.
 
     One tensor at a time is gathered where it is spread, and sent. Names of one weight share memory afterwards. Of a
     name that several ranks have, the first one's value is taken.

@@ -38,7 +38,7 @@ SHARDS = re.compile(r"model(-\d{1,4})?-\d{5}-of-\d{5}\.safetensors")
 
 
 def into_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
-    """Names of tensors by file, such that no file holds more than ``limit`` bytes unless one tensor does."""
+    """Return names of tensors by file, such that no file holds more than ``limit`` bytes unless one tensor does."""
     shards = in_parts(tensors, lambda name: tensors[name].nbytes, limit)
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
@@ -166,7 +166,7 @@ class WeightsFolder:
         sync(self.directory)
 
     def _free_names(self, shards: list[str]) -> dict[str, str]:
-        """For each shard a name that no file has."""
+        """Return for each shard a name that no file has."""
         for number in count(1):
             prefix = "model" if number == 1 else f"model-{number}"
             names = {name: prefix + name.removeprefix("model") for name in shards}
@@ -225,7 +225,7 @@ def _is_ours(name: str) -> bool:
 
 
 def local_directory(path: str | os.PathLike[str]) -> str:
-    """``path`` as text, if it is no URL and no file.
+    """Return ``path`` as text, if it is no URL and no file.
 
     Raises:
         UsageError: it is.

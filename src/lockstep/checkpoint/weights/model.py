@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def save_object(value: Any, file: Any, safe_serialization: bool = False) -> None:
-    """``safetensors.torch.save_file`` for a dict of tensors, or ``torch.save`` for any object. The file appears whole.
+    """Write a dict of tensors by ``safetensors.torch.save_file``, any other object by ``torch.save``. The file appears
+    whole.
 
     Raises:
         UsageError: this rank has only parts of some tensors.

@@ -47,7 +47,7 @@ TESTS = f"{ROOT}.test_utils"
 
 
 def install() -> None:
-    """From now on ``import accelerate``, and all that is below it, gives what Lockstep offers under these names.
+    """Make ``import accelerate``, and all that is below it, give what Lockstep offers under these names from now on.
 
     It does not matter whether Accelerate is installed. A second call changes nothing.
 
@@ -121,7 +121,8 @@ def _installed() -> Path | None:
 
 
 def _of_installed_tests(fullname: str) -> ModuleSpec:
-    """Of a module with Accelerate's utilities for tests: that of the installed Accelerate, on the interface here."""
+    """Return the spec of a module with Accelerate's utilities for tests: the installed Accelerate's, on the interface
+    here."""
     folder = _installed()
     if folder is None:
         raise ModuleNotFoundError(

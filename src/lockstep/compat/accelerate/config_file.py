@@ -121,7 +121,7 @@ def load(path: str | Path) -> LoadedConfig:
 
 
 def from_yaml(file: YamlFile) -> LoadedConfig:
-    """Like :func:`load`, for a file that is already parsed."""
+    """Read a file that is already parsed, as :func:`load` does."""
     values: dict[str, object] = {}
     file, warnings = _without_idle_sections(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)

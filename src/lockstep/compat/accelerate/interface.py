@@ -97,7 +97,7 @@ def find(module: str, name: str) -> Offered | NotOffered | None:
 
 
 def find_imported(module: str, name: str) -> Offered | NotOffered | None:
-    """``find``, and for modules that are no package also what they import from others."""
+    """Find a name as ``find`` does, and for modules that are no package also what they import from others."""
     known = find(module, name)
     if known is None and module not in (ROOT, GATHERING) and not name.startswith("_"):
         known = next((found for other in IMPORTED_FROM if (found := find(other, name))), None)

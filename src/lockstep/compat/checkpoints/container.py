@@ -132,7 +132,7 @@ class Container:
         return {key: (_data_start(self.part, info), info.file_size, info.CRC) for key, info in infos.items()}
 
     def _legacy_places(self, keys: Any, dtypes: Mapping[str, torch.dtype], end: int) -> dict[str, Place]:
-        """Each has the number of its elements in 8 bytes, then the elements."""
+        """Find the places of storages, each of which has the number of its elements in 8 bytes, then the elements."""
         places: dict[str, Place] = {}
         if not isinstance(keys, list) or any(not isinstance(key, str) or key not in dtypes for key in keys):
             raise MalformedError("its list of storages is not the one that its tensors use")

@@ -259,7 +259,8 @@ def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, obje
 def _groups_and_states(
     inner: list[StateDict], saved: dict[str, object]
 ) -> tuple[list[StateDict], list[dict[object, Any]]]:
-    """Of the inner optimizer's ``state_dict()``, or of its "elastic" form: a list of states, one for each group."""
+    """Return the groups and states of the inner optimizer's ``state_dict()``, or of its "elastic" form: a state for
+    each group."""
     if all(isinstance(entry, list) for entry in inner):
         step = {"step": saved["base_optimizer_state_step"]} if "base_optimizer_state_step" in saved else {}
         groups = [{"params": [i]} | step for i in range(len(inner[0]))]
@@ -270,7 +271,7 @@ def _groups_and_states(
 
 
 def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object] | None:
-    """``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
+    """Return ``torch.amp.GradScaler.state_dict()`` of a dynamic loss scale; a static one is no state."""
     if not isinstance(saved, StoredObject) or saved.name != _LOSS_SCALER:
         return None
     try:
@@ -292,7 +293,7 @@ def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object
 
 
 def _read_plain(reader: ForeignReader, first: StateDict, name: str, state: ImportedState) -> None:
-    """Without ZeRO everything is in one file."""
+    """Read a checkpoint without ZeRO, of which everything is in one file."""
     if not is_weights(first["module"]):
         raise reader.broken(name, "its 'module' should hold tensors only, but holds other values")
     state.models.append(first["module"])

@@ -84,7 +84,7 @@ def _collected(state: ImportedState) -> RankState:
 
 
 def _renamed(optimizer: StateDict, models: list[dict[str, torch.Tensor]]) -> dict[str, object]:
-    """With parameters as checkpoints name them: the model's number and their name, or their own number."""
+    """Return parameters as checkpoints name them: by the model's number and their name, or by their own number."""
 
     def name(parameter: str | int) -> str:
         if isinstance(parameter, int):

@@ -96,7 +96,8 @@ def require_plain(value: object, where: str) -> None:
 
 
 def generator_states(saved: StateDict, where: str, notes: list[str]) -> dict[str, object] | None:
-    """Accelerate's ``random_states_<rank>.pkl`` as ``lockstep.runtime.seed.rng_state()``; None if it is incomplete."""
+    """Read Accelerate's ``random_states_<rank>.pkl`` as ``lockstep.runtime.seed.rng_state()``; None if it is
+    incomplete."""
     try:
         version, words, gauss = saved["random_state"]
         generator, keys, position, has_gauss, cached = saved["numpy_random_seed"]

@@ -34,7 +34,7 @@ class ZeroSpan:
 def spans_of_stage_1_and_2(
     shapes: Sequence[Mapping[str, object]], paddings: Sequence[Sequence[int]] | None = None
 ) -> list[ZeroSpan]:
-    """From the shapes of each group's parameters, in their order. Raises ValueError."""
+    """Compute spans from the shapes of each group's parameters, in their order. Raises ValueError."""
     spans = []
     for group, named in enumerate(shapes):
         after = paddings[group] if paddings else [0] * len(named)
@@ -49,7 +49,8 @@ def spans_of_stage_1_and_2(
 def spans_of_stage_3(
     shapes: Sequence[Mapping[str, object]], lengths: Sequence[int], world: int
 ) -> list[ZeroSpan]:
-    """From the shapes of each subgroup's parameters, and the length of its vector on each rank. Raises ValueError."""
+    """Compute spans from the shapes of each subgroup's parameters and its vector's length on each rank. Raises
+    ValueError."""
     spans = []
     for group, (named, found) in enumerate(zip(shapes, lengths, strict=True)):
         start = 0
@@ -109,7 +110,7 @@ def _concatenated(
 
 
 def checked_shape(value: object) -> tuple[int, ...]:
-    """``value`` as a shape. Raises ValueError if it is none."""
+    """Return ``value`` as a shape. Raises ValueError if it is none."""
     if not isinstance(value, (tuple, list)) or any(type(size) is not int or size < 0 for size in value):
         raise ValueError(f"{str(value)[:60]} is no shape")
     return tuple(value)

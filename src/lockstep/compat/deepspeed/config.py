@@ -102,7 +102,7 @@ def _say_offload(settings: dict[str, SettingValue], word: str, at: str, source: 
 
 
 def _precision(settings: dict[str, SettingValue]) -> None:
-    """``torch_autocast`` to ``fp16`` or ``bf16``; both at once are refused."""
+    """Read ``torch_autocast`` as ``fp16`` or ``bf16``; both at once are refused."""
     dtype, autocast = settings.pop("autocast_dtype", None), settings.pop("autocast", None)
     if autocast is not None:
         name = dtype.value if dtype is not None else "bf16"

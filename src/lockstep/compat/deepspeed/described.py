@@ -57,7 +57,7 @@ def build_described(objects: tuple[object, ...], options: Options, world_size: i
 
 
 def _parameters_of(optimizer: Optimizer) -> DummyOptim:
-    """Its parameters in one group, as DeepSpeed is given them by Trainer."""
+    """Return its parameters in one group, as DeepSpeed is given them by Trainer."""
     return DummyOptim([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 

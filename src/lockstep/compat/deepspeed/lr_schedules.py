@@ -30,7 +30,7 @@ class LRSchedule(Protocol):
     """Learning rates of parameter group ``group`` after ``steps`` optimizer steps."""
 
     def lr(self, steps: int, group: int, own_lr: LearningRate) -> LearningRate:
-        """``own_lr`` is the learning rate that the group had before the schedule began."""
+        """Compute the learning rate from ``own_lr``, which the group had before the schedule began."""
 
 
 class ScheduledLR(LRScheduler):

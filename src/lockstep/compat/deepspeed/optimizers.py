@@ -229,7 +229,7 @@ def _rates(dummy: DummyOptim, known: Mapping[str, object]) -> dict[str, object]:
 
 
 def _checked(value: Any, default: object, name: str) -> object:
-    """``value`` if it is of the same sort as the parameter's default; lists become tuples."""
+    """Return ``value`` if it is of the same sort as the parameter's default; lists become tuples."""
     if isinstance(default, bool):
         return parse_bool(value, f"optimizer.params.{name}")
     if isinstance(default, tuple):

@@ -233,7 +233,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Inside of the block, ``zero3_init_flag`` is ``enable``. Afterwards it has its value from before.
+        """Set ``zero3_init_flag`` to ``enable`` inside of the block. Afterwards it has its value from before.
 
         Examples:
             ```python

@@ -74,7 +74,7 @@ def named_plugins(plugin: object, plugins: object) -> dict[str, Any]:
 
 
 def stages_of(plugins: Mapping[str, object]) -> dict[str, tuple[Any, int]]:
-    """Each plugin with its stage; none where there are not several.
+    """Return each plugin with its stage; none where there are not several.
 
     Raises:
         ConfigError: they differ in more than that, or one shards nothing beside others.

@@ -225,7 +225,7 @@ STATES = {
 
 
 def _policy_kind(version: int | None) -> tuple[Any, str]:
-    """torch's class of policies for a version of FSDP, and the last of its types."""
+    """Return torch's class of policies for a version of FSDP, and the last of its types."""
     from torch.distributed import fsdp
 
     return (

@@ -85,7 +85,7 @@ def _policy(policy: object) -> dict[str, object]:
 
 
 def _offloads(value: object) -> object:
-    """``cpu_offload`` may be a truth value, or one of torch's objects that ask for it."""
+    """Return whether ``cpu_offload`` asks for it: a truth value, or one of torch's objects."""
     if value is None or isinstance(value, (bool, str, int)):
         return value
     return bool(getattr(value, "offload_params", type(value).__name__ == "CPUOffloadPolicy"))

@@ -28,7 +28,7 @@ class TextRule(NamedTuple):
     what: str
 
     def checked(self, key: str, value: str) -> str:
-        """``value``; raises ConfigError if it breaks the rule."""
+        """Return ``value``. Raises ConfigError if it breaks the rule."""
         if len(value) > self.most or not re.fullmatch(self.pattern, value, re.ASCII):
             raise _refused(key, value, self.what)
         return value

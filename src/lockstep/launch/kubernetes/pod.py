@@ -149,7 +149,7 @@ def pod_spec(
 
 
 def metadata(options: KubernetesOptions) -> KubernetesObject:
-    """Name, namespace and labels of an object."""
+    """Return name, namespace and labels of an object."""
     found: KubernetesObject = {"name": options.name, "labels": labels(options)}
     if options.namespace is not None:
         found["namespace"] = options.namespace

@@ -18,7 +18,8 @@ SESSION_LOGS = "/tmp/ray/session_latest/logs"
 
 
 def address(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
-    """``local`` for a cluster of our own, else where there is one: RAY_ADDRESS, or ``auto``, Ray's own search."""
+    """Return the address: ``local`` for a cluster of our own, else where there is one: RAY_ADDRESS, or ``auto``, Ray's
+    own search."""
     given = environ.get("RAY_ADDRESS")
     return given or (LOCAL if plan.num_machines == 1 else "auto")
 

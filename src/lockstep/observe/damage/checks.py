@@ -60,7 +60,7 @@ class DamageWatch:
         self._trace.clear()
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Around ``loss.backward()``; ``loss`` is 0-d."""
+        """Surround ``loss.backward()``; ``loss`` is 0-d."""
         return self._trace.backward(loss, self._models) if self.reads_gradients else nullcontext()
 
     def may_step(self, optimizer: Optimizer) -> bool:

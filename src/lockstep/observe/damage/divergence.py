@@ -47,7 +47,7 @@ def parameter_shards(models: Sequence[ParallelModel]) -> dict[ParameterShard, to
 
 
 def local_parameters(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, parameter or shard) of each, also where a gathered parameter stands in the model now."""
+    """Yield (name, parameter or shard) of each, also where a gathered parameter stands in the model now."""
     named = list(model.named_parameters())
     names = {id(parameter): name for name, parameter in named}
     shards = {name: shard for sharding in model.shardings for name, shard in sharding.shards(names)}
@@ -56,7 +56,7 @@ def local_parameters(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def autograd_leaves(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what autograd computes gradients of: parameters, gathered ones where they are sharded."""
+    """Yield (name, tensor) of what autograd computes gradients of: parameters, gathered ones where they are sharded."""
     named = list(model.named_parameters())
     names = {id(parameter): name for name, parameter in named}
     sharded: set[str] = set()
@@ -88,7 +88,8 @@ class Digester:
 
     @torch.no_grad()
     def digest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """0-d int64 on the tensor's device; equal for equal bits in equal order, whatever their strides."""
+        """Compute a digest, 0-d int64 on the tensor's device; equal for equal bits in equal order, whatever their
+        strides."""
         words = _as_words(tensor)
         full = words.numel() // COLUMNS
         columns, rows = self._factors(words.device, full + 1)
@@ -114,7 +115,7 @@ class Digester:
 
 
 def factors(count: int, series: int, device: torch.device) -> torch.Tensor:
-    """``count`` odd numbers (int64) that look random: the i-th is the same on every device, for every count.
+    """Return ``count`` odd numbers (int64) that look random: the i-th is the same on every device, for every count.
 
     Reference: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014 (SplitMix64).
     """
@@ -128,7 +129,7 @@ def factors(count: int, series: int, device: torch.device) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros: that of int64 repeats the sign."""
+    """Shift to the right, with zeros: that of int64 repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -165,7 +166,7 @@ class Shared:
     """Which shards are on several ranks, and in what order their digests arrive."""
 
     def __init__(self, shards_of_ranks: Sequence[Sequence[ParameterShard]], rank: int) -> None:
-        """``shards_of_ranks``: of each rank its shards, in its order."""
+        """Take the shards of each rank, in the rank's order."""
         counts = Counter(shard for of_rank in shards_of_ranks for shard in of_rank)
         shared = [[shard for shard in of_rank if counts[shard] > 1] for of_rank in shards_of_ranks]
         self.mine = shared[rank]
@@ -180,7 +181,7 @@ class Shared:
         self.first = torch.tensor(first, dtype=torch.int64)
 
     def differences(self, digests: Sequence[int]) -> list[ReplicaDifference]:
-        """All shards of which the holders have several digests."""
+        """Return all shards of which the holders have several digests."""
         found = []
         for shard, places in self._places.items():
             of_ranks = {rank: digests[place] for rank, place in places}

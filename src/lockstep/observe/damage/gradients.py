@@ -66,7 +66,7 @@ class GradientTrace:
 
     @contextmanager
     def backward(self, loss: torch.Tensor, models: Sequence[ParallelModel]) -> Iterator[None]:
-        """Around ``loss.backward()``; ``loss`` is 0-d."""
+        """Surround ``loss.backward()``; ``loss`` is 0-d."""
         self._micro += 1
         self._losses.append((self._micro, "the loss", size(loss.detach())))
         for number, model in enumerate(models):
@@ -125,7 +125,8 @@ def _not_finite(noted: Iterable[tuple[int, str, torch.Tensor]]) -> tuple[NonFini
 
 @torch.no_grad()
 def any_not_finite(optimizer: Optimizer, communicator: Communicator | None) -> bool:
-    """Whether any gradient that the optimizer would step on has a NaN or infinity, on any rank of ``communicator``.
+    """Return whether any gradient that the optimizer would step on has a NaN or infinity, on any rank of
+    ``communicator``.
 
     Collective: one all-reduce of a number, and one wait for the device; a second of both where norms are infinite,
     which those of finite gradients may be. ``None``: look at this rank alone.
@@ -142,7 +143,7 @@ def any_not_finite(optimizer: Optimizer, communicator: Communicator | None) -> b
 
 
 def _wide(part: torch.Tensor) -> torch.Tensor:
-    """float16 as float32: its norm would overflow where its elements do not."""
+    """Convert float16 to float32: its norm would overflow where its elements do not."""
     return part.float() if part.dtype is torch.float16 else part
 
 
@@ -154,7 +155,7 @@ def _on_any_rank(flag: torch.Tensor, communicator: Communicator | None) -> bool:
 
 
 def explain(step: int, micro_steps: int, evidence: Sequence[GradientEvidence]) -> str:
-    """One sentence: the ranks whose own numbers were bad, from the first on; or that only their mean is.
+    """Say in one sentence which ranks' own numbers were bad, from the first on; or that only their mean is.
 
     Ranks that share a model pass what is bad on; the one whose loss is bad stands before them.
     """

@@ -184,7 +184,7 @@ class Coordinator:
         return self._hangs.verdict
 
     def latest(self) -> Mapping[str, float | str]:
-        """Rank 0's newest numbers of the run. Any thread may ask."""
+        """Return rank 0's newest numbers of the run. Any thread may ask."""
         state = self._round.ranks.get(0)
         return {} if state is None else state.latest
 
@@ -246,10 +246,9 @@ class Coordinator:
 def ranks_of(
     ranks: Mapping[int, WatchedRank], ended: Mapping[int, EndedRank], now: float
 ) -> list[dict[str, object]]:
-    """Of each rank, by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the
-    loop has come to the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s``
-    since it was heard of; ``own_s`` of a step without waits for others, ``step_s``; ``ended``, how, or "".
-    """
+    """Describe each rank, by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the loop has come to
+    the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s`` since it was heard
+    of; ``own_s`` of a step without waits for others, ``step_s``; ``ended``, how, or ""."""
     order = sorted(ranks)[:MOST_RANKS_SHOWN]
     return [
         {

@@ -147,7 +147,7 @@ def waiting_for(found: Finding, waits: Waits) -> tuple[int, ...]:
 
 
 def of_ended(ended: Mapping[int, EndedRank], waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
-    """Ranks wait for one that has ended without entering their collective: it never will."""
+    """Describe ranks that wait for one that has ended without entering their collective: it never will."""
     # Only those that wait for an ended rank themselves: the others wait behind them.
     direct = [wait for wait in waits.all() if wait.awaited & set(ended)]
     if not direct:
@@ -183,7 +183,7 @@ def of_silence(silent: dict[int, Silent], waits: Waits) -> Finding:
 
 
 def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
-    """Ranks whose collective of one group and number are different ones."""
+    """Describe ranks whose collectives of one group and number are different ones."""
     for wait in waits.all():
         met = waits.meeting(wait)
         sides = grouped(((one.operation, one.sizes, one.dtype), rank) for rank, one in met.items())
@@ -203,7 +203,7 @@ def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
 
 
 def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
-    """Ranks that others wait for and that wait for nobody."""
+    """Describe ranks that others wait for and that wait for no other."""
     ends = waits.ends()
     direct = [wait for wait in waits.all() if wait.awaited & ends]
     if not direct:
@@ -225,7 +225,7 @@ def of_absence(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
 
 
 def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
-    """Every rank waits for another one that waits too: they entered collectives in different orders."""
+    """Describe ranks that wait in a circle: they entered collectives in different orders."""
     waiting = [wait for wait in waits.all() if wait.awaited]
     if not waiting:
         return None
@@ -258,7 +258,7 @@ def parted(fact: str, sides: list[tuple[str, list[int]]], seen: dict[int, Eviden
 
 
 def of_transfer(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
-    """All that is needed has been entered, and yet it does not end."""
+    """Describe a collective that does not end although all that is needed has been entered."""
     waiting = waits.all()
     if not waiting or len(waiting) < len(seen):
         return None
@@ -268,7 +268,7 @@ def of_transfer(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
 
 
 def of_slowness(seen: dict[int, Evidence]) -> Finding:
-    """No rank waits for another one."""
+    """Describe ranks of which no one waits for another one."""
     loading = [rank for rank, one in sorted(seen.items()) if is_loading(one)]
     if loading:
         fact = f"{named(loading)} {verb('gets', loading)} no data: {whereabouts(loading, seen)}"

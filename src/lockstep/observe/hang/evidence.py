@@ -131,7 +131,7 @@ def recorded_in_memory(names: Mapping[object, str]) -> Iterator[RecordedCollecti
 
 
 def of_living_groups(entries: list[RecordedCollective], main: str) -> list[RecordedCollective]:
-    """Without those of destroyed groups, which the recorder remembers. Groups are counted in ``pg_id``: what is older
+    """Leave out calls of destroyed groups, which the recorder remembers. Groups are counted in ``pg_id``: what is older
     than the last main group, or than the last group of its name, is gone."""
     last: dict[str, int] = {}
     for entry in entries:

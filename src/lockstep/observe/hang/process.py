@@ -57,11 +57,11 @@ class ProcessWatch:
         self._tell("committed", path=path)
 
     def ending(self) -> None:
-        """``end_training`` begins: this rank has nothing more to do than to wait for the others."""
+        """Note that ``end_training`` begins: this rank has nothing more to do than to wait for the others."""
         self._tell("ending")
 
     def done(self) -> None:
-        """``end_training`` is over: whatever this rank does now, nobody waits for it."""
+        """Note that ``end_training`` is over: whatever this rank does now, no rank waits for it."""
         self._tell("done", ticks=self.clock.ticks)
 
     def _tell(self, verb: str, **values: object) -> None:
@@ -106,7 +106,8 @@ class ProcessWatch:
         atexit.register(self.end)
 
     def _way_to_coordinator(self, runtime: Runtime) -> Callable[[float], Client] | None:
-        """How to connect, within some time, to the launcher's coordinator; without ours, to one that rank 0 hosts."""
+        """Return how to connect, within some time, to the launcher's coordinator; without ours, to one that rank 0
+        hosts."""
         endpoint = control_endpoint()
         if endpoint is None and (runtime.world_size == 1 or runtime.backend is None):
             return None
@@ -151,7 +152,7 @@ class ProcessWatch:
     # Stopping ----------------------------------------------------------------------------------------
 
     def _stop(self, cause: str) -> NoReturn:
-        """All ranks are at the same boundary: save, say so once, and end."""
+        """Save at the boundary at which all ranks are, say so once, and end."""
         self.clock.news("stop", reason=cause)
         savers = [method() for method in self._savers]
         places = [place for saver in savers if saver is not None and (place := saver()) is not None]

@@ -40,7 +40,8 @@ def process_state(pid: int) -> ProcessState:
 
 
 def waited_s(pid: int) -> float:
-    """Seconds in which threads of a process could run and had no processor; 0.0 where the system does not tell."""
+    """Return seconds in which threads of a process could run and had no processor; 0.0 where the system does not
+    tell."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

@@ -117,7 +117,7 @@ class WatchedRound:
         return [state for rank, state in self.ranks.items() if rank not in self.ended]
 
     def running(self) -> dict[int, WatchedRank]:
-        """Those in training."""
+        """Return the ranks in training."""
         return {
             rank: state for rank, state in self.ranks.items() if rank not in self.ended and not state.is_done
         }
@@ -154,7 +154,7 @@ def text_of(message: Message, name: str) -> str:
 
 
 def numbers_of(value: object) -> dict[str, float | str]:
-    """Numbers by name, as they travel; what is none is left out."""
+    """Return numbers by name, as they travel; what is none is left out."""
     if not isinstance(value, Mapping) or len(value) > MOST_NUMBERS:
         return {}
     return {
@@ -231,7 +231,7 @@ class CommonStop:
             state.peer.send({"kind": "watch.target", "boundary": self._target})
 
     def choose_target(self) -> None:
-        """Once every rank holds before its next boundary, name the one at which all stop."""
+        """Name the boundary at which all ranks stop, once every rank holds before its next one."""
         if self.cause is None or self._target is not None or self.nothing_begun:
             return
         running = self._round.not_ended()

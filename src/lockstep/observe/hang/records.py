@@ -99,7 +99,7 @@ class Evidence:
         return mine != before or (bool(self.pending) and not is_counted and self.stack != since.stack)
 
     def to_message(self) -> dict[str, object]:
-        """As values of JSON."""
+        """Return the record as values of JSON."""
         return asdict(self)
 
     @staticmethod

@@ -113,7 +113,7 @@ def short_path(file: str) -> str:
 
 
 def stack_text(frames: Sequence[FrameType]) -> str:
-    """One line per frame, innermost last; the outermost are left out where it would be longer than 8 KiB."""
+    """Return one line per frame, innermost last; the outermost are left out where it would be longer than 8 KiB."""
     lines: list[str] = []
     size = 0
     for frame in frames:
@@ -172,7 +172,7 @@ def loader_wait(below: Sequence[FrameType]) -> str:
 
 
 def describe_workers(workers: Sequence[BaseProcess], most: int = 8) -> str:
-    """ "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
+    """Return "pids 12, 13", and after a pid its state if that is the reason to wait: "pids 12 (stopped), 13 (dead)"."""
     pids = [one.pid for one in workers if one.pid is not None]
     states = {pid: EXPLAINING.get(process_state(pid).word, "") for pid in pids}
     # First those that explain the wait.

@@ -56,7 +56,8 @@ class Waits:
         return frozenset(rank for rank in awaited if rank not in self._waits or not self._waits[rank].awaited)
 
     def meeting(self, wait: Wait) -> dict[int, PendingCollective]:
-        """Rank -> its collective of the same group and number, if the ranks' cannot be one and the same; else none."""
+        """Return rank -> its collective of the same group and number, if the ranks' cannot be one and the same; else
+        none."""
         mine = wait.collective
         if mine.number is None or mine.peer is not None:
             return {}
@@ -69,7 +70,7 @@ class Waits:
         return {} if all(belong_together(mine, other) for other in met.values()) else met
 
     def _wait(self, one: Evidence) -> Wait:
-        """In the oldest of what is pending that somebody has not entered."""
+        """Return a rank's wait: the oldest pending collective that another rank has not entered."""
         waits = [Wait(one.rank, pending, self._awaited(one, pending)) for pending in one.pending]
         return next((wait for wait in waits if wait.awaited), waits[0])
 

@@ -159,7 +159,8 @@ class StepAssembler:
         return own
 
     def _seconds(self, ended: EndedStep) -> dict[str, float]:
-        """Without what cannot be told apart: where pipelines run, and where not all communication is seen."""
+        """Leave out the seconds that cannot be told apart: where pipelines run, and where not all communication is
+        seen."""
         seconds = difference(ended.behind, ended.before)
         if self.axes.pp > 1:
             both = [seconds.pop(part, 0.0) for part in ("forward", "backward")]

@@ -60,7 +60,7 @@ def rate_of(steps: Sequence[StepMeasures], amount: Callable[[StepMeasures], floa
 
 
 def _steps_left(progress: LoaderProgress | None, window_length: int) -> int | None:
-    """Of this epoch; None: the loader has no length, or its epoch is over."""
+    """Return the steps that are left of this epoch; None: the loader has no length, or its epoch is over."""
     loader = None if progress is None else progress.loader
     if progress is None or loader is None:
         return None

@@ -42,7 +42,7 @@ class OpenStep:
         self._late: LateNumbers | None = None
 
     def add_loss(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> None:
-        """Of what is passed to ``backward``: 0-d, or of any shape with a ``weight`` that goes with it."""
+        """Add what is passed to ``backward``: 0-d, or of any shape with a ``weight`` that goes with it."""
         number = self._taken(loss)
         if number is not None:
             self._losses.append(number)
@@ -112,7 +112,8 @@ def loss_of_step(
 
 
 def learning_rates(optimizers: Sequence[Any]) -> list[float] | None:
-    """Of each group of parameters, of at most ``MOST_GROUPS``; None: none is a number that is at hand."""
+    """Return the learning rate of each group of parameters, at most ``MOST_GROUPS``; None: none is a number that is at
+    hand."""
     found: list[float] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -42,7 +42,7 @@ class StepRecorder:
     def __init__(
         self, runtime: Runtime, state: StepState, options: Options, is_restarted: bool = False
     ) -> None:
-        """``is_restarted``: the launcher has started this run again."""
+        """Begin to record; ``is_restarted``: the launcher has started this run again."""
         self._runtime = runtime
         self._state = state
         self._clock = state.clock
@@ -136,7 +136,7 @@ class StepRecorder:
     # -- what is prepared --------------------------------------------------------------------------------
 
     def optimizers_are(self, optimizers: Sequence[object], axes: ParallelDims) -> None:
-        """Whose learning rates are read: a list that grows. And the axes of the mesh."""
+        """Take the optimizers whose learning rates are read, a list that grows, and the axes of the mesh."""
         self._optimizers, self._ended.axes = optimizers, axes
 
     def model_prepared(self, model: ParallelModel) -> None:
@@ -181,7 +181,7 @@ class StepRecorder:
 
     @contextmanager
     def call_in_parts(self, module: nn.Module, inputs: object) -> Iterator[None]:
-        """Inside, a pipeline runs forward and backward of parts of a batch in turn."""
+        """Let a pipeline run forward and backward of parts of a batch in turn inside of the block."""
         self._begin_forward()
         self._flops.call_begins((id(module), module.training, shapes_of(inputs)))
         try:
@@ -223,7 +223,7 @@ class StepRecorder:
             self._open.is_on_device = True
 
     def logged(self, values: Mapping[str, object]) -> None:
-        """Numbers among what the script logs."""
+        """Keep the numbers among what the script logs."""
         self._open.log(values)
 
     def step_ends(self) -> None:

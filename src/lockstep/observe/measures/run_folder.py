@@ -160,7 +160,7 @@ class RunWriter:
 
 
 def bytes_in(folder: str) -> int | None:
-    """Of the files in a folder and those below it; None where it is none of this file system."""
+    """Return the bytes of the files in a folder and below it; None where there are none on this machine."""
     try:
         found = [entry.stat().st_size for entry in Path(folder).rglob("*") if entry.is_file()]
     except OSError:

@@ -38,13 +38,13 @@ def describe(runtime: Runtime, options: Options, models: Sequence[ParallelModel]
 
 
 def device_name(device: torch.device) -> str:
-    """Such as "cpu", or "NVIDIA H100 80GB HBM3"."""
+    """Return the name of the device, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return str(name(device)) if name is not None and device.type != "cpu" else device.type
 
 
 def parameters_of(models: Sequence[ParallelModel]) -> int | None:
-    """Parameters of the whole models, tied ones once; None where other ranks hold some of them."""
+    """Return parameters of the whole models, tied ones once; None where other ranks hold some of them."""
     if not models or not all(model.holds_all_parameters for model in models):
         return None
     return sum(parameter.numel() for model in models for parameter in model.parameters())

@@ -27,7 +27,7 @@ class RecentValues:
         self._values.append(value)
 
     def score(self, value: float) -> float | None:
-        """(value - median) / (1.4826 * MAD); None before there are enough numbers.
+        """Compute (value - median) / (1.4826 * MAD); None before there are enough numbers.
 
         The divisor is at least a thousandth of the median.
         """
@@ -40,12 +40,12 @@ class RecentValues:
         return (value - middle) / spread
 
     def median_and_mad(self) -> tuple[float, float]:
-        """Of at least one number."""
+        """Return the median and the median absolute deviation of at least one number."""
         middle = median(self._values)
         return middle, median([abs(one - middle) for one in self._values])
 
     def values(self) -> list[float]:
-        """From the oldest."""
+        """Return the values from the oldest on."""
         return list(self._values)
 
     def replace(self, values: Iterable[float]) -> None:

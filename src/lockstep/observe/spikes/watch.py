@@ -245,7 +245,7 @@ class SpikeWatch:
         )
 
     def _skip(self, sentence: str, samples: int | None) -> dict[str, object]:
-        """No rank makes the step; the values of the event."""
+        """Skip the step on all ranks. Returns the values of the event."""
         skipped = list(range(self._first_batch, self.batches + 1))
         self._skips_in_a_row += 1
         self.steps_skipped += 1
@@ -256,7 +256,7 @@ class SpikeWatch:
         return {"action": "skip", "skipped": skipped, "samples": samples}
 
     def _go_back(self, sentence: str) -> dict[str, object]:
-        """All that was trained on since the newest whole checkpoint is undone, and left out. Collective."""
+        """Undo and leave out all that was trained on since the newest whole checkpoint. Collective."""
         # From rank 0, which is told of checkpoints, to all.
         known: list[list[str]] = self._communicator.gather_object([[*reversed(self._checkpoints)]])
         paths, (before, times, until) = known[0], self._gone_back
@@ -342,7 +342,7 @@ class SpikeWatch:
             self._losses.append((torch.tensor(total, dtype=torch.float64), weights))
 
     def load_state_dicts(self, states: list[StateDict | None], rank: int | None) -> None:
-        """As ``load_state_dict``, of the states of all ranks that saved; ``rank`` None: they were others."""
+        """Load the states of all ranks that saved, as ``load_state_dict`` does; ``rank`` None: they were others."""
         own = states[0 if rank is None else rank]
         known = [state for state in states if state is not None]
         if rank is None and own is not None:

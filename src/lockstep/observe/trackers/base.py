@@ -178,7 +178,7 @@ def check_complete(tracker: GeneralTracker | type[GeneralTracker]) -> None:
 
 
 def plain(value: object) -> Any:
-    """``value`` with tensors, arrays and NumPy scalars as Python numbers or lists, at any depth.
+    """Return ``value`` with tensors, arrays and NumPy scalars as Python numbers or lists, at any depth.
 
     A tensor or array with one element becomes a number, whatever its shape.
     """

@@ -194,7 +194,7 @@ class JSONLinesTracker(GeneralTracker):
 
 
 def _finite(value: object) -> object:
-    """``value`` with the floats that JSON cannot write as strings."""
+    """Return ``value`` with the floats that JSON cannot write as strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -205,7 +205,7 @@ def _finite(value: object) -> object:
 
 
 def _serialisable(value: object) -> object:
-    """``value``, from ``plain``, with every object that is not plain data as its ``str``."""
+    """Return ``value``, from ``plain``, with every object that is not plain data as its ``str``."""
     if isinstance(value, dict):
         return {key: _serialisable(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -167,7 +167,7 @@ class _Filling:
         self.waiting.insert(0, (name, part))
 
     def _room(self, device: DeviceName) -> int | None:
-        """Bytes that are left on a device; None: no limit."""
+        """Return bytes that are left on a device; None: no limit."""
         if device == "disk":
             return None
         return self.limits[device] - self.used[device] - (self._largest if device in self._borrowing else 0)
@@ -220,7 +220,7 @@ def ties_across(name: str, ties: Iterable[list[str]]) -> list[list[str]]:
 
 
 def partners(tied: Iterable[str], parts: list[NamedModelPart]) -> list[tuple[str, NamedModelPart]]:
-    """For each tied name the waiting part that it is in; those of parts that were placed before are left out."""
+    """Return for each tied name the waiting part that it is in; those of parts that were placed before are left out."""
     found = []
     for other in tied:
         holder = next(((name, part) for name, part in parts if _within(other, name)), None)

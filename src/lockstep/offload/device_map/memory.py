@@ -162,7 +162,7 @@ def get_max_layer_size(
 
 
 def class_names(classes: str | Iterable[str] | None) -> list[str]:
-    """Names of classes from one name, several, or none."""
+    """Return names of classes from one name, several, or none."""
     if classes is None:
         return []
     return [classes] if isinstance(classes, str) else list(classes)

@@ -57,7 +57,7 @@ class TensorRef:
 
 
 def tensor_refs(model: nn.Module) -> list[TensorRef]:
-    """Every parameter and buffer of the model, once, parameters first.
+    """Return every parameter and buffer of the model, once, parameters first.
 
     Raises:
         UsageError: a parameter has no shape yet (a lazy module).
@@ -194,7 +194,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None
 
 
 def as_device(device: object, module: str) -> torch.device | str:
-    """``"disk"``, or the device of this machine that an entry of a device map means.
+    """Return ``"disk"``, or the device of this machine that an entry of a device map means.
 
     Raises:
         ConfigError: there is none.

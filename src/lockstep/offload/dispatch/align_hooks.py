@@ -325,7 +325,7 @@ def attach_align_device_hook_on_blocks(
 
 
 def _modules_to(module: nn.Module, name: str, last: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of it and of all below, but of none below modules of the classes ``last``."""
+    """Yield (name, module) of it and of all below, but of none below modules of the classes ``last``."""
     yield name, module
     if type(module).__name__ not in last:
         for key, child in module.named_children():
@@ -333,7 +333,7 @@ def _modules_to(module: nn.Module, name: str, last: set[str]) -> Iterator[tuple[
 
 
 def _own_tensors(module: nn.Module, buffers: bool, below: bool) -> dict[str, torch.Tensor]:
-    """Parameters, and with ``buffers`` also these, of the module or with ``below`` of all of it."""
+    """Return parameters, and with ``buffers`` also these, of the module or with ``below`` of all of it."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=below))
     return tensors | dict(module.named_buffers(recurse=below)) if buffers else tensors
 

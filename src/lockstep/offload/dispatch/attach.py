@@ -33,7 +33,7 @@ def unguard(model: nn.Module) -> None:
 def _apply_or_refuse(
     model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True, **_: object
 ) -> nn.Module:
-    """In place of what all of them go through."""
+    """Stand in for the one function that all of them go through."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(_changes_nothing(fn, device, dtype) for device, dtype in {(t.device, t.dtype) for t in tensors}):
         return model

@@ -374,7 +374,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 def _offload(
     model: nn.Module, device: str, execution_device: torch.device | str | int | None, **options: Any
 ) -> nn.Module:
-    """``dispatch_model`` with all on one device, of which the model does not tell."""
+    """Call ``dispatch_model`` with all on one device, of which the model does not tell."""
     if execution_device is None:
         first = next(iter(model.parameters()), None)
         execution_device = "cpu" if first is None or first.is_meta else first.device

@@ -17,7 +17,7 @@ from lockstep.offload.device_map.placement import like
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside of the block, new modules have parameters with a shape and a dtype, but without values and memory.
+    """Give new modules parameters with a shape and a dtype, but without values and memory, inside of the block.
 
     Their parameters are on the meta device. Fill them with ``load_checkpoint_and_dispatch``, or let ``prepare``
     initialise them.
@@ -42,7 +42,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside of the block, new modules have their parameters on a device.
+    """Put the parameters of new modules on a device inside of the block.
 
     A parameter that a module shares with an older one stays shared.
 

@@ -36,7 +36,8 @@ _EXTRA_STATE = torch_modules.EXTRA_STATE
 def match(
     model: nn.Module, refs: list[TensorRef], stored: Mapping[str, Stored], strict: bool, origin: str
 ) -> dict[str, Stored]:
-    """Name of a place -> its tensor in the checkpoint. A tied parameter takes that of its first name that is there.
+    """Return name of a place -> its tensor in the checkpoint. A tied parameter takes that of its first name that is
+    there.
 
     Keys of a transformers model without its head fit one with it, and the other way round.
 

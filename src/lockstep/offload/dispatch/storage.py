@@ -230,7 +230,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """Inside of the block, the parameters of a module are on a device. Changes of their values are kept afterwards.
+    """Put the parameters of a module on a device inside of the block. Changes of their values are kept afterwards.
 
     Args:
         module: The module. Modules below it are left alone.

@@ -32,7 +32,7 @@ def aligned(nbytes: int) -> int:
 
 
 def aligned_buffer(nbytes: int) -> torch.Tensor:
-    """``nbytes`` uninitialised bytes of host memory at an address that direct reads and writes take.
+    """Return ``nbytes`` uninitialised bytes of host memory at an address that direct reads and writes take.
 
     Pinned where there is CUDA.
     """
@@ -261,7 +261,7 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
 
 
 def _opened_directly(path: str, fd: int) -> int:
-    """Another descriptor of the file that bypasses the page cache; the same one where that is not possible."""
+    """Return another descriptor of the file that bypasses the page cache; the same one where that is not possible."""
     if not hasattr(os, "O_DIRECT"):
         return fd
     try:
@@ -305,7 +305,7 @@ class FreedMemory:
 
 
 def _trim_function() -> Callable[[int], object] | None:
-    """glibc's ``malloc_trim``, during which other threads run on; None elsewhere."""
+    """Return glibc's ``malloc_trim``, during which other threads run on; None elsewhere."""
     try:
         trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

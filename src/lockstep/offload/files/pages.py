@@ -63,7 +63,7 @@ class FileMapping:
 
 
 def file_mappings() -> list[FileMapping]:
-    """All of this process, by address; none where the system does not tell."""
+    """Return the file mappings of this process, by address; none where the system does not tell."""
     try:
         with open("/proc/self/maps") as lines:
             found = [_parsed(line) for line in lines]
@@ -187,7 +187,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _parsed(line: str) -> FileMapping | None:
-    """From a line of /proc/self/maps: ``start-end permissions offset device inode path``."""
+    """Parse a line of /proc/self/maps: ``start-end permissions offset device inode path``."""
     fields = line.rstrip("\n").split(maxsplit=5)
     if len(fields) < 6 or not fields[5].startswith("/"):
         return None
@@ -204,8 +204,8 @@ def _parsed(line: str) -> FileMapping | None:
 
 
 def is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether nobody has read or written a mapped tensor, of any shape, since its pages were let go or its file was
-    written past them.
+    """Return whether nobody has read or written a mapped tensor, of any shape, since its pages were let go or its file
+    was written past them.
 
     False also where the system does not tell.
     """

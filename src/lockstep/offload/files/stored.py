@@ -37,7 +37,7 @@ class Stored(Protocol):
         """
 
     def pieces(self, files: MappedFiles) -> Iterator[torch.Tensor]:
-        """Its elements in order, in pieces, each of which is only there until the next one is asked for."""
+        """Return its elements in order, in pieces, each of which is only there until the next one is asked for."""
 
 
 def read(

@@ -47,7 +47,7 @@ class GradientNotes:
         self._known[offset] = torch_tensors.version(gradient), norm
 
     def forget(self, offset: int) -> None:
-        """Another gradient is about to be written there."""
+        """Forget a norm, because another gradient is about to be written there."""
         self._known.pop(offset, None)
         reference = self._unscaled.pop(offset, None)
         if reference is not None and (gradient := reference()) is not None:
@@ -88,7 +88,8 @@ class OffloadedGradients(OffloadFile):
 
 @torch.no_grad()
 def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """``torch.nn.utils.get_total_norm`` of plain tensors, to the last bit; those in files are let go one by one.
+    """Compute ``torch.nn.utils.get_total_norm`` of plain tensors, to the last bit; those in files are let go one by
+    one.
 
     What was taken when a gradient was written is not taken again.
     """
@@ -111,7 +112,7 @@ def norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 @torch.no_grad()
 def scale_offloaded(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """``torch.nn.utils.clip_grads_with_norm_`` of gradients, this rank's shards of them, by ``norm`` (0-d).
+    """Scale gradients, this rank's shards of them, by ``norm`` (0-d) as ``torch.nn.utils.clip_grads_with_norm_`` does.
 
     Those in files are scaled by the step that reads them. Shards (DTensor) in files are read and written back one by
     one, past the page cache. None is touched if they need no scaling.

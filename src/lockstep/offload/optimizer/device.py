@@ -104,7 +104,7 @@ class HostSide:
         return parameter.device.type == self._device
 
     def begin(self) -> None:
-        """At ``step``, in the thread that computes: copies from now on come after what was computed by now."""
+        """Begin at ``step``, in the thread that computes: copies from now on come after what was computed by now."""
         self.copies.follow()
         self.copies.after(self.copies.computed())
 

@@ -168,7 +168,7 @@ class GradientFile:
     def _write(
         self, here: torch.Tensor, offset: int, norm_type: float | None, threads: int
     ) -> KnownNorm | None:
-        """In the thread: returns the norm, if it is asked for."""
+        """Write in the thread. Returns the norm, if it is asked for."""
         # How a norm is summed up depends on it.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

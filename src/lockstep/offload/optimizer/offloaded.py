@@ -184,7 +184,7 @@ class OffloadedStep:
             self._threads.forget_early()
 
     def _items(self, entries: list[KernelEntry]) -> tuple[list[StepItem], dict[int, StepItem]]:
-        """Parameters without a group, a few at a time, and the others by their (first) group, in order."""
+        """Return parameters without a group, a few at a time, and the others by their (first) group, in order."""
         strays: list[StepItem] = []
         room = 0
         by_group: dict[int, list[KernelEntry]] = {}
@@ -242,7 +242,7 @@ class OffloadedStep:
             self.finish()
 
     def after_load(self) -> None:
-        """All state was loaded: what a failed step left does not matter."""
+        """Forget what a failed step left, because all state was loaded."""
         self._run = self._broken = self._last = None
         self._waits_for = {}
         self._threads.forget_early()
@@ -274,12 +274,14 @@ class OffloadedStep:
         self._read_early()
 
     def ready(self, group: WeightGroup) -> None:
-        """For other threads: until ``group`` is stepped, or has failed to be, which ``forward_begins`` then raises."""
+        """Wait, in another thread, until ``group`` is stepped or has failed to be, which ``forward_begins`` then
+        raises."""
         for item in self._waits_for.get(id(group), ()):
             item.shown.wait()
 
     def ready_in_place(self, group: WeightGroup) -> None:
-        """``ready`` for who brings the pages of mapped parameters. A step that has not begun uses these pages."""
+        """Wait as ``ready`` does, before the pages of mapped parameters are brought. A step that has not begun uses
+        these pages."""
         for item in self._waits_for.get(id(group), ()):
             if not item.leave_in_place():
                 item.shown.wait()

@@ -126,7 +126,8 @@ def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
 
 
 def is_large(value: object, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Whether a value of an optimizer's state has an element for each of the parameter, or of this rank's shard."""
+    """Return whether a value of an optimizer's state has an element for each of the parameter, or of this rank's
+    shard."""
     return (
         isinstance(value, torch.Tensor) and value.dim() > 0 and local(value).shape == local(parameter).shape
     )

@@ -59,7 +59,8 @@ class StepItem:
         self._is_begun = self._is_awaited = False
 
     def begin(self) -> bool:
-        """Its regions are about to be chosen. Returns whether somebody brings the pages of its parameters."""
+        """Begin a step whose regions are about to be chosen. Returns whether the pages of its parameters are
+        brought."""
         with self._lock:
             self._is_begun = True
             return self._is_awaited

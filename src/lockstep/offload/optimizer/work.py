@@ -96,7 +96,7 @@ class StepWork:
                 item.states[index, name] = region
 
     def _is_stepped_in_place(self, value: torch.Tensor, is_awaited: bool) -> bool:
-        """Parameters of which backward has left the pages, or of which somebody brings them for the forward."""
+        """Return parameters of which backward has left the pages, or of which somebody brings them for the forward."""
         return self.host is None and (is_awaited or is_mostly_present(value))
 
     def _state_regions(self, parameter: torch.Tensor) -> Iterator[tuple[str, StepRegion]]:

@@ -33,7 +33,7 @@ class GroupListener(Protocol):
     def forward_begins(self, group: WeightGroup) -> None: ...
 
     def forward_ended(self, group: WeightGroup) -> None:
-        """Also after an exception in the forward pass, even if it was raised before ``forward_begins``."""
+        """End the forward, also after an exception in it, even if that was raised before ``forward_begins``."""
 
     def backward_begins(self, group: WeightGroup) -> None:
         """Gradients of the group's outputs are known; once for each forward in each backward."""

@@ -77,7 +77,7 @@ def find_weight_groups(
 
 
 def enclosing_groups(groups: Sequence[WeightGroup]) -> dict[WeightGroup, list[WeightGroup]]:
-    """For each group, the others in whose modules its modules are: these are in use at the same time."""
+    """Return for each group those in whose modules its modules are: they are in use at the same time."""
     owners: dict[int, list[WeightGroup]] = {}
     for group in groups:
         for module in group.modules:
@@ -94,7 +94,7 @@ def enclosing_groups(groups: Sequence[WeightGroup]) -> dict[WeightGroup, list[We
 def _parts(
     module: nn.Module, name: str, blocks: set[int], visited: set[int]
 ) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
-    """(name, module, its tensors) of every block and of the modules around them."""
+    """Yield (name, module, its tensors) of every block and of the modules around them."""
     if id(module) in visited:
         return
     visited.add(id(module))

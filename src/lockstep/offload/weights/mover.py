@@ -14,7 +14,7 @@ class Mover(Protocol):
     """Brings the weights of a group to where they are used, and lets them go."""
 
     def nbytes(self, group: WeightGroup) -> int:
-        """Bytes of the budget that the group takes while it is loaded; always the same number."""
+        """Return bytes of the budget that the group takes while it is loaded; always the same number."""
 
     def load(self, group: WeightGroup) -> None:
         """Bring the group's weights. Called in the background thread."""
@@ -33,7 +33,7 @@ class Mover(Protocol):
 
 
 def least_budget(groups: Sequence[WeightGroup], nbytes: Callable[[WeightGroup], int]) -> int:
-    """Bytes of the groups that must be loaded at once: of one with those in whose forward it is used."""
+    """Return bytes of the groups that must be loaded at once: of one with those in whose forward it is used."""
     outer = enclosing_groups(groups)
     return max((nbytes(group) + sum(map(nbytes, outer[group])) for group in groups), default=0)
 

@@ -29,7 +29,7 @@ class Successors(Generic[GroupT]):
         self._in_backward = False
 
     def learn(self, group: GroupT, in_backward: bool = False) -> None:
-        """``group`` is used now."""
+        """Note that ``group`` is used now."""
         self._in_backward = in_backward
         if group == self._current:
             return

@@ -83,10 +83,10 @@ class TrainingBlock:
                 self._report_failure(error)
 
     def _begin(self) -> None:
-        """Of an enabled block."""
+        """Begin an enabled block."""
 
     def _end(self) -> None:
-        """Of an enabled block that no exception left."""
+        """End an enabled block that no exception left."""
 
     def _report_failure(self, error: BaseException) -> None:
         """Let the others know what left the block here, instead of leaving them waiting for this rank."""

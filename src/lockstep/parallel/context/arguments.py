@@ -87,7 +87,8 @@ def holds_cache(name: str, value: object) -> bool:
 def arguments_on_chunks(
     split: dict[int, Tensor], model: object, args: Args, kwargs: Kwargs, ones: Callable[[Tensor], Tensor]
 ) -> dict[str, object]:
-    """``kwargs`` with an attention mask of ones where there is none. ``split``: whole tensors by id of their chunk.
+    """Return ``kwargs`` with an attention mask of ones where there is none. ``split``: whole tensors by id of their
+    chunk.
 
     ``ones``: such a mask [batch, length] for input ids or embeddings, known as a chunk.
 
@@ -155,7 +156,7 @@ class Masks:
 
 
 def _visible(mask: Tensor) -> Visible:
-    """Of a mask [..., S, S] or [..., 1, S]: True or 0 shows a key, False or the least number hides it."""
+    """Read a mask [..., S, S] or [..., 1, S]: True or 0 shows a key, False or the least number hides it."""
     if mask.dtype is torch.bool:
         shown, hidden = mask, ~mask
     elif mask.is_floating_point() and not mask.requires_grad:

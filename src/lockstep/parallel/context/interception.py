@@ -68,7 +68,7 @@ class SplitSequence(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions:
+        """Compute ``scaled_dot_product_attention`` over the whole sequence. Takes and returns this rank's positions:
         [batch, heads, positions / N, head_dim], or without heads; the mask is that of the whole sequence."""
         # Without heads.
         if query.ndim == key.ndim == value.ndim == 3:
@@ -117,7 +117,7 @@ class SplitSequence(TorchFunctionMode):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        """``ring_attention``, unless its mask or dropout would need all keys at once."""
+        """Call ``ring_attention``, unless its mask or dropout would need all keys at once."""
         if mask is not None and mask.shape[-2:] == (self.whole, self.whole):
             # A mask that only hides later positions is the causal one, which the ring applies by itself, chunk by
             # chunk.
@@ -158,7 +158,7 @@ class SplitSequence(TorchFunctionMode):
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:
-        """Cross-attention: each rank has all keys, those of another sequence, so that nothing is sent.
+        """Compute cross-attention: each rank has all keys, those of another sequence, so that nothing is sent.
 
         Whether they come from this rank's positions instead, the first batch shows.
         """
@@ -257,7 +257,7 @@ class SplitSequence(TorchFunctionMode):
 
 
 def _cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast does for attention; exchanged keys are smaller then, too."""
+    """Cast as autocast does for attention; exchanged keys are smaller then, too."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

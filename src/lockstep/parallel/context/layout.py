@@ -39,7 +39,7 @@ class SequenceLayout:
         return 2 * self.size if self.head_tail else self.size
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """Numbers of the chunks that ``rank`` holds, in the order in which it holds them."""
+        """Return numbers of the chunks that ``rank`` holds, in the order in which it holds them."""
         return (rank, 2 * self.size - 1 - rank) if self.head_tail else (rank,)
 
     def fits(self, length: int) -> bool:
@@ -78,7 +78,7 @@ class SequenceLayout:
         return self.joined(self.collect(local), dim)
 
     def collect(self, local: Tensor) -> Tensor:
-        """Every rank's chunk, [N, *local.shape]."""
+        """Gather every rank's chunk, [N, *local.shape]."""
         if local.dtype is torch.bool:
             return self.collect(local.view(torch.uint8)).view(torch.bool)
         parts = local.new_empty((self.size, *local.shape))
@@ -87,7 +87,7 @@ class SequenceLayout:
         return parts
 
     def joined(self, parts: Tensor, dim: int) -> Tensor:
-        """[N, ..., length / N, ...] as the whole sequence [..., length, ...], in order."""
+        """Join [N, ..., length / N, ...] to the whole sequence [..., length, ...], in order."""
         chunks: list[Tensor] = [parts[0]] * self.chunks
         for rank in range(self.size):
             mine = parts[rank].split(self.sizes(parts[rank].shape[dim]), dim)

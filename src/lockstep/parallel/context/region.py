@@ -79,7 +79,8 @@ class ContextRegion:
     masks: Masks = field(default_factory=Masks)
 
     def mask_of_ones(self, inputs: Tensor) -> Tensor:
-        """[batch, length] for chunks of input ids or embeddings, with its whole among ``split``."""
+        """Return a mask of ones [batch, length] for chunks of input ids or embeddings, with its whole among
+        ``split``."""
         assert self.split is not None
         shape = inputs.shape[:2]
         if self.ones is None or id(self.ones) not in self.split or self.ones.shape != shape:

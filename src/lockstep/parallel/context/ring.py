@@ -165,7 +165,7 @@ def _merge(out: Tensor, lse: Tensor, rows: slice, part: Tensor, part_lse: Tensor
 
 
 def _repeat(tensor: Tensor, groups: int) -> Tensor:
-    """Each key head for every query head that uses it."""
+    """Repeat each key head for every query head that uses it."""
     return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor
 
 

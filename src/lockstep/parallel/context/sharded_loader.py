@@ -56,7 +56,7 @@ def _chunks(batches: Iterator[object], regions: list[ContextRegion]) -> Iterator
 
 
 def _complete(batch: object) -> dict[str, Any]:
-    """With ``position_ids`` and ``shift_labels``, all [batch, sequence].
+    """Complete a batch with ``position_ids`` and ``shift_labels``, all [batch, sequence].
 
     Raises:
         UsageError: it has no ``input_ids`` or no ``labels`` of that shape.

@@ -59,8 +59,8 @@ def split_sequence(
 
 
 def gather_sequence(models: nn.Module | Iterable[nn.Module], tensor: Tensor, dim: int = 1) -> Tensor:
-    """[..., length / N, ...] to the whole sequence [..., length, ...], in order. Differentiable: gradients
-    of all ranks are added up.
+    """Gather [..., length / N, ...] to the whole sequence [..., length, ...], in order. Differentiable: gradients of
+    all ranks are added up.
 
     Raises:
         UsageError: no context parallel model.

@@ -24,7 +24,7 @@ SequenceExchange = Callable[[Tensor, SequenceLayout], Tensor]
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of this rank's queries to all ranks' keys.
+    """Compute ``scaled_dot_product_attention`` of this rank's queries to all ranks' keys.
 
     ``q`` [b, h, s, d], ``k`` and ``v`` [b, g, s, d] are this rank's contiguous chunk; N divides h, and g divides N
     or N divides g. ``mask`` is that of the whole sequence, [S, S] or with leading dims of b or 1 and h or 1.
@@ -96,7 +96,7 @@ class _SequenceAllToAll(torch.autograd.Function):
 
 
 def _to_sequence(tensor: Tensor, layout: SequenceLayout) -> Tensor:
-    """[b, h, s, d] of all heads and this rank's positions to [b, h / N, N s, d]."""
+    """Exchange [b, h, s, d] of all heads and this rank's positions for [b, h / N, N s, d]."""
     # [b, h, s, d] -> [N (rank it goes to), b, h / N, s, d]
     sent = tensor.unflatten(1, (layout.size, -1)).movedim(1, 0)
     # [N (rank it came from), b, h / N, s, d]
@@ -113,7 +113,7 @@ def _to_heads(tensor: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _exchange(sent: Tensor, layout: SequenceLayout) -> Tensor:
-    """[N, ...] by the rank it goes to, to [N, ...] by the rank it came from."""
+    """Exchange [N, ...] by the rank it goes to for [N, ...] by the rank it came from."""
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     with waiting_for_ranks():

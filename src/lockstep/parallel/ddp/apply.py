@@ -101,7 +101,7 @@ def _is_sparse(model: nn.Module) -> bool:
 
 
 def data_parallel(model: nn.Module, runtime: Runtime) -> nn.Module:
-    """``torch.nn.DataParallel``: one process drives all GPUs of the machine.
+    """Wrap the model in ``torch.nn.DataParallel``: one process drives all GPUs of the machine.
 
     Raises:
         UsageError: fewer than two GPUs.
@@ -191,7 +191,7 @@ _HALF_HOOKS = {hook: _half_all_reduce(dtype) for hook, dtype in _HALF_TYPES.item
 
 
 def join_replicas(models: Iterable[Any], world_size: int) -> AbstractContextManager[object]:
-    """Ranks that have run out of batches answer the others' collectives until all are done.
+    """Let ranks that have run out of batches answer the others' collectives until all are done.
 
     Reference: ``torch.distributed.algorithms.join``.
 

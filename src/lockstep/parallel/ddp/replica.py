@@ -81,7 +81,7 @@ class DistributedDataParallel(TorchDDP):
         return {**super().__getstate__(), "_averaged": {}}
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """As in DDP.
+        """Run the forward as DDP does.
 
         Raises:
             UsageError: the last backward left out parameters on this rank.
@@ -300,7 +300,8 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.prepare_for_backward(roots if self.find_unused_parameters else [])
 
     def _leave_frozen_alone(self) -> None:
-        """Parameters frozen since the forward get no gradient, as in plain torch; DDP gives them zeros of its own."""
+        """Leave parameters that were frozen since the forward without a gradient, as in plain torch; DDP gives them
+        zeros."""
         frozen = [p for p in self._trained if not p.requires_grad and p.grad is None]
         if frozen:
             # After the callbacks of torch's engines, which are asked for later in the pass.
@@ -320,7 +321,7 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> Non
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that require gradients, as often as they stand in the module."""
+    """Return parameters that require gradients, as often as they stand in the module."""
     return [parameter for parameter in every_parameter(module) if parameter.requires_grad]
 
 

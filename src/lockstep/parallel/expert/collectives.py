@@ -30,7 +30,7 @@ class Calls:
     most: int
 
     def exchange(self, number: int, counts: torch.Tensor) -> torch.Tensor:
-        """All ranks' counts, [R, *counts.shape]; this rank calls layer ``number``, or -1: its forward is over.
+        """Return all ranks' counts, [R, *counts.shape]; this rank calls layer ``number``, or -1: its forward is over.
 
         Raises:
             CollectiveMismatchError: ranks call different layers; on all of them.

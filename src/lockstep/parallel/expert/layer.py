@@ -55,7 +55,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As of ``nn.Linear``: uniform within 1 / sqrt(inputs)."""
+        """Initialise as ``nn.Linear`` does: uniform within 1 / sqrt(inputs)."""
         for weight, bias in ((self.weight_in, self.bias_in), (self.weight_out, self.bias_out)):
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         )
 
     def _local_experts(self, stacked: nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """Of each expert that this rank holds."""
+        """Return the weights of each expert that this rank holds."""
         local_part: torch.Tensor = stacked
         if is_dtensor(stacked):
             local_part = stacked.to_local()
@@ -226,7 +226,8 @@ class MixtureOfExperts(nn.Module):
         return combined.to(outputs.dtype).view(hidden.shape)
 
     def _apply_experts(self, rows: torch.Tensor, kept: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
-        """``rows`` (n, width), sorted by expert, through their experts. ``kept`` (R, E): each rank's rows for each."""
+        """Send ``rows`` (n, width), sorted by expert, through their experts. ``kept`` (R, E): each rank's rows for
+        each."""
         if ranks is None or ranks.experts is None:
             mine = kept[0 if ranks is None else ranks.data.rank()]
             return self.experts(rows, mine.tolist())
@@ -240,7 +241,8 @@ class MixtureOfExperts(nn.Module):
         return AllToAll.apply(in_order_of_arrival, plan.received, plan.sent, ranks.experts)
 
     def _ranks_now(self) -> Ranks | None:
-        """In eval mode a rank that holds all experts needs no other, so that it may be called alone."""
+        """Return the ranks that take part now. In eval mode a rank that holds all experts needs no other, and may be
+        called alone."""
         if self.ranks is None or (self.ranks.experts is None and not self.training):
             return None
         return self.ranks
@@ -285,7 +287,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
-    """(name, layer) of each ``MixtureOfExperts`` in a model, or that it is itself."""
+    """Yield (name, layer) of each ``MixtureOfExperts`` in a model, or that it is itself."""
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
             yield name, module
@@ -354,7 +356,7 @@ def _some_layers(model: nn.Module) -> list[MixtureOfExperts]:
 
 
 def _as_computed(rows: torch.Tensor) -> torch.Tensor:
-    """In the type in which autocast will compute, so that rows travel in it."""
+    """Cast to the type in which autocast will compute, so that rows travel in it."""
     device = rows.device.type
     return rows.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else rows
 

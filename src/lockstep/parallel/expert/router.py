@@ -85,7 +85,7 @@ def sum_of_squared_logsumexp(logits: torch.Tensor) -> torch.Tensor:
 
 
 def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Of choices (T, k), how many tokens have each expert as their j-th: (k, E), int64."""
+    """Count, for choices (T, k), how many tokens have each expert as their j-th: (k, E), int64."""
     top_k = experts.shape[1]
     return _choice_and_expert(experts, num_experts).bincount(minlength=top_k * num_experts).view(top_k, -1)
 
@@ -149,7 +149,8 @@ class TokenTraffic:
 
 
 def traffic(rows: torch.Tensor, rank: int) -> TokenTraffic:
-    """Of ``rows`` (N, E) in host memory: how many rows rank n has for expert e. Rank p has the p-th N-th of them."""
+    """Compute from ``rows`` (N, E) in host memory how many rows rank n has for expert e. Rank p has the p-th N-th of
+    them."""
     ranks, num_experts = rows.shape
     # [from rank, to rank, expert of the latter]
     by_owner = rows.view(ranks, ranks, num_experts // ranks)

@@ -38,7 +38,7 @@ class PlaceholderTensors:
         self._device = device
 
     def without_values(self, tensor: Tensor) -> Tensor:
-        """``tensor`` without its values."""
+        """Return ``tensor`` without its values."""
         return emptied(self._mode, tensor)
 
     def like(self, tensor: Tensor, floating: torch.dtype | None = None) -> Tensor:

@@ -117,7 +117,8 @@ def _bytes(parameter: nn.Parameter) -> int:
 def block_seconds(
     model: nn.Module, blocks: Mapping[str, nn.Module], *args: object, repeats: int = 3, **kwargs: object
 ) -> dict[str, float]:
-    """Name -> seconds of a block's forward: the least of ``repeats`` runs of ``model(*args, **kwargs)`` on one device.
+    """Return name -> seconds of a block's forward: the least of ``repeats`` runs of ``model(*args, **kwargs)`` on one
+    device.
 
     Every rank must balance by the same numbers: measure on one.
     """
@@ -156,7 +157,7 @@ def measured_split(
     repeats: int = 3,
     **kwargs: object,
 ) -> tuple[str, ...]:
-    """Names for ``split=`` by which ``stages`` take about equally long: what rank 0 measures. Collective.
+    """Measure on rank 0 the names for ``split=`` by which ``stages`` take about equally long. Collective.
 
     Call it before ``prepare``, on every rank, with one micro-batch as ``args`` and ``kwargs``.
 

@@ -215,7 +215,7 @@ class Values(TorchFunctionMode):
         return self._of[id(leaf)]
 
     def here(self, leaf: object, by: str) -> object:
-        """``leaf``, or what stands for it in this segment."""
+        """Return ``leaf``, or what stands for it in this segment."""
         if not isinstance(leaf, Tensor):
             return leaf
         now = self._now()
@@ -254,7 +254,8 @@ class Values(TorchFunctionMode):
         ]
 
     def sources(self, segment: int, paths: Sequence[str]) -> tuple[Source, ...]:
-        """Where the segment before finds ``messages(segment)``; ``paths``: of the arguments that it received itself."""
+        """Return where the segment before finds ``messages(segment)``; ``paths``: of the arguments that it received
+        itself."""
         before = self.messages(segment - 1)
 
         def source(value: CarriedTensor) -> Source:

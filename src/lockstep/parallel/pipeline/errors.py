@@ -25,7 +25,7 @@ def batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
 
 
 def sees_micro_batches(title: str, name: str) -> UsageError:
-    """For batch normalisation."""
+    """Return the error for batch normalisation."""
     return UsageError(
         f"The module '{name}' of {title} is a batch normalisation, which computes statistics over the whole "
         "batch, but a pipeline gives it one micro-batch at a time. Use GroupNorm or LayerNorm instead, or "
@@ -34,7 +34,8 @@ def sees_micro_batches(title: str, name: str) -> UsageError:
 
 
 def follows_rows(title: str, kind: str, name: str) -> UsageError:
-    """For a buffer or attribute that micro-batches change differently, or a parameter that they change at all."""
+    """Return the error for a buffer or attribute that micro-batches change differently, or a parameter that they
+    change."""
     if kind == "parameter":
         return UsageError(
             f"The forward of {title} changes the parameter '{name}' in place, and a pipeline would do that once "
@@ -49,7 +50,7 @@ def follows_rows(title: str, kind: str, name: str) -> UsageError:
 
 
 def fails_on_parts(title: str, text: str, micro_batches: int, names: str) -> UsageError:
-    """For a forward that raises what ``text`` says of a micro-batch."""
+    """Return the error for a forward that raises what ``text`` says of a micro-batch."""
     return UsageError(
         f"The forward of {title} raises {text.rstrip('.')} on one of the {micro_batches} micro-batches of a "
         f"pipeline. Each gets its rows of {names}. If one of these must not be cut, write batch_dims=NAME=none in "
@@ -60,7 +61,7 @@ def fails_on_parts(title: str, text: str, micro_batches: int, names: str) -> Usa
 
 
 def counts_differ(title: str) -> UsageError:
-    """For a mean of micro-batches that divide by other numbers."""
+    """Return the error for a mean of micro-batches that divide by other numbers."""
     return UsageError(
         f"The loss of {title} is no mean of the losses of its micro-batches: they divide by different numbers (of "
         "unpadded tokens, for example), or a function of your own computes it. Say loss=mean, loss=sum or "
@@ -70,7 +71,7 @@ def counts_differ(title: str) -> UsageError:
 
 
 def unknown_result(block: str, where: str, text: str) -> UsageError:
-    """For a forward that raises what ``text`` says, after a block whose results are not known without values."""
+    """Return the error for a forward that raises ``text`` after a block whose results are not known without values."""
     return UsageError(
         f"The forward of the block '{block}' branches on values or reads one. A pipeline first runs the blocks "
         "without values, and assumes that such a block returns one tensor like its first argument and keeps "
@@ -80,7 +81,7 @@ def unknown_result(block: str, where: str, text: str) -> UsageError:
 
 
 def needs_value(title: str) -> UsageError:
-    """For a forward that needs, or returns, a value that only another stage has."""
+    """Return the error for a forward that needs, or returns, a value that only another stage has."""
     return UsageError(
         f"The forward of {title} needs a value of a tensor that only another "
         "stage of the pipeline has, such as a weight of its blocks. Move this code into that block, or "
@@ -89,7 +90,7 @@ def needs_value(title: str) -> UsageError:
 
 
 def leaked(where: str, shape: Sequence[int]) -> UsageError:
-    """For a tensor that the forward of ``where`` uses, and that an earlier stage has made and not handed on."""
+    """Return the error for a tensor that ``where`` uses, and that an earlier stage has made and not handed on."""
     return UsageError(
         f"The forward of {where} uses a tensor of shape {tuple(shape)} that was made inside "
         "of a block of an earlier stage of the pipeline. That block neither returns it nor keeps it as an "
@@ -100,7 +101,7 @@ def leaked(where: str, shape: Sequence[int]) -> UsageError:
 
 
 def kept_elsewhere(where: str, name: str) -> UsageError:
-    """For a parameter that the forward of ``where`` does not read from a module."""
+    """Return the error for a parameter that the forward of ``where`` does not read from a module."""
     return UsageError(
         f"The forward of {where} uses the parameter '{name}' without reading it from a module (a "
         "function or a list holds it, or holds its module). So a pipeline cannot know which of its stages "
@@ -117,7 +118,8 @@ PassPart = Literal["forward", "backward"]
 def first_is_named(
     group: dist.ProcessGroup, title: str, call: int, part: PassPart = "forward"
 ) -> Iterator[None]:
-    """Around a pass of a model called ``title``; ``call``: its number, the same on all ranks of ``group``.
+    """Name the rank that failed first in a pass of a model called ``title``; ``call``: its number, the same on all
+    ranks of ``group``.
 
     The store of the main group has the message of the rank that failed. Nothing is sent while none does.
 

@@ -112,7 +112,7 @@ class Exchange(TorchFunctionMode):
 
     @contextmanager
     def calling(self, block: str, call: Tree) -> Iterator[Tree]:
-        """Around a block's call: what it is called with, as far as it is known."""
+        """Surround a block's call. Gives what it is called with, as far as it is known."""
         by = calling(block)
         self._is_own = True
         call = map_leaves(lambda _, leaf: self.here(leaf, by), call)

@@ -37,7 +37,7 @@ def kept_apart(parameters: Iterable[nn.Parameter]) -> Iterator[ParameterGradient
 
 
 def _like_parameter(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """With the placements of the parameter: sums that are still to be made over ranks are made."""
+    """Return a gradient with the placements of its parameter: sums that are still to be made over ranks are made."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     # Nothing is done where they are the same.
@@ -48,7 +48,7 @@ class GradientAccumulator:
     """Adds gradients to ``.grad``; those of tied parameters summed over the ranks that hold them."""
 
     def __init__(self, tied: Mapping[str, dist.ProcessGroup]) -> None:
-        """``tied``: name -> the ranks; in the same order on all of them."""
+        """Take ``tied``: name -> the ranks, in the same order on all of them."""
         self._tied = tied
         self._waiting: dict[str, Tensor] = {}
 
@@ -60,7 +60,7 @@ class GradientAccumulator:
         sums: bool,
         factor: Tensor | None = None,
     ) -> None:
-        """``gradients`` times ``factor``; they are used up.
+        """Add ``gradients`` times ``factor``; they are used up.
 
         ``parameters``: this rank's, by name. ``sums``: False lets gradients of tied parameters wait for a later call.
         """
@@ -171,12 +171,12 @@ class _BackwardStart(torch.autograd.Function):
 
 
 def attach(value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
-    """``value`` as a number whose backward calls ``add(gradient of it)``, once."""
+    """Return ``value`` as a number whose backward calls ``add(gradient of it)``, once."""
     return _ValueWithGradient.apply(_anchor(value), value, add)
 
 
 def attach_outputs(values: list[Tensor], backward: Callable[[OutputGradients], None]) -> list[Tensor]:
-    """``values`` as tensors whose backward calls ``backward(their gradients)``; None where there is none."""
+    """Return ``values`` as tensors whose backward calls ``backward(their gradients)``; None where there is none."""
     return list(_OutputsWithBackward.apply(_anchor(values[0]), backward, *values))
 
 

@@ -207,7 +207,7 @@ class Layout:
         return changes
 
     def modules_of(self, stage: int) -> dict[str, nn.Module]:
-        """Name -> module of the blocks and parts of a stage of this rank, in the model's order."""
+        """Return name -> module of the blocks and parts of a stage of this rank, in the model's order."""
         found = {name: block.module for name, block in self.blocks.items() if block.stage == stage}
         found |= {name: part.module for name, part in self.parts.items() if stage in part.stages}
         return {name: found[name] for name in sorted(found, key=self.positions.__getitem__)}  # type: ignore[misc]
@@ -229,7 +229,7 @@ class Layout:
         return found
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name -> module of this rank's blocks and of what is outside of blocks."""
+        """Yield name -> module of this rank's blocks and of what is outside of blocks."""
         for name, block in self.blocks.items():
             if block.module is not None:
                 yield from block.module.named_modules(prefix=name)
@@ -237,7 +237,7 @@ class Layout:
             yield from part.module.named_modules(prefix=name)
 
     def _trunk(self) -> set[str]:
-        """Names of the modules that hold blocks."""
+        """Return names of the modules that hold blocks."""
         found = {""}
         for name in self.order:
             parts = name.split(".")
@@ -254,7 +254,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _children_of(model: nn.Module, trunk: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules right below the trunk, each once."""
+    """Yield modules right below the trunk, each once."""
     for name, module in model.named_modules():
         if name not in trunk and name.rpartition(".")[0] in trunk:
             yield name, module

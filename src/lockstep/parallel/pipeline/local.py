@@ -35,7 +35,7 @@ class LocalStages:
         options: PipelineOptions,
         device: torch.device,
     ) -> None:
-        """``title``: the name of the model's class."""
+        """Take the model's layout; ``title``: the name of the model's class."""
         self.title = title
         self.layout = layout
         self.group = group
@@ -65,7 +65,7 @@ class LocalStages:
         return rank_of_stage(self.schedule, stage, self.ranks)
 
     def place_parameters(self, uses: Mapping[str, set[int]], callbacks: list[Callable[[], None]]) -> None:
-        """Each rank keeps of the parameters outside of blocks those that its stages use; at the first forward.
+        """Keep, at the first forward, those parameters outside of blocks that this rank's stages use.
 
         Raises:
             UsageError: a later forward uses others.

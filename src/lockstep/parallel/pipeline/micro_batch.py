@@ -68,7 +68,8 @@ def count_for_evaluation(asked: int, batch: int, ranks: int) -> int:
 
 
 def cut(call: ModelCall, count: int, dims: BatchDims) -> list[ModelCall]:
-    """``count`` calls with equal parts of every tensor that ``dims`` gives a dimension; the rest goes into each."""
+    """Cut a call into ``count`` calls with equal parts of every tensor that ``dims`` gives a dimension; the rest goes
+    into each."""
 
     def part(index: int) -> ModelCall:
         def slice_leaf(path: str, leaf: object) -> object:

@@ -84,7 +84,7 @@ class PipelineModel(ModuleAround):
         return self._local.settled
 
     def local_blocks(self) -> dict[str, nn.Module]:
-        """Name -> module of the blocks of this rank, in order: what to recompute, compile and so on."""
+        """Return name -> module of the blocks of this rank, in order: what to recompute, compile and so on."""
         blocks = self._local.layout.blocks
         return {name: block.module for name, block in blocks.items() if block.module is not None}
 
@@ -99,7 +99,7 @@ class PipelineModel(ModuleAround):
             self._local.place_parameters(theirs.uses, self._callbacks)
 
     def stage_modules(self) -> list[StageModule]:
-        """One module for each stage of this rank, to shard. Names of parameters are the model's.
+        """Return one module for each stage of this rank, to shard. Names of parameters are the model's.
 
         Raises:
             UsageError: before the first forward.
@@ -120,17 +120,18 @@ class PipelineModel(ModuleAround):
         return next((number for number in running if number is not None), None)
 
     def blocks_of(self, stage: StageModule) -> dict[str, nn.Module]:
-        """Name -> module of the blocks of one of this rank's stages."""
+        """Return name -> module of the blocks of one of this rank's stages."""
         index = next(index for index, module in self._local.modules.items() if module is stage)
         blocks = self._local.layout.blocks
         return {name: module for name, module in self.local_blocks().items() if blocks[name].stage == index}
 
     def tied(self) -> dict[str, list[int]]:
-        """Name -> the pipeline's ranks that hold a parameter together; the first of them owns it. Once settled."""
+        """Return name -> the pipeline's ranks that hold a parameter together; the first of them owns it. Once
+        settled."""
         return dict(self._local.tied)
 
     def shared_between_stages(self) -> list[str]:
-        """Names of parameters that several stages of this rank use: they cannot be sharded stage by stage."""
+        """Return names of parameters that several stages of this rank use: they cannot be sharded stage by stage."""
         mine = set(self._local.indices)
         return [name for name, stages in self._local.layout.holders().items() if len(stages & mine) > 1]
 
@@ -171,7 +172,7 @@ class PipelineModel(ModuleAround):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of this rank's parameters."""
+        """Clear the gradients of this rank's parameters."""
         self.module.zero_grad(set_to_none)
 
     def named_buffers(
@@ -185,7 +186,7 @@ class PipelineModel(ModuleAround):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of this rank's part."""
+        """Load this rank's part."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
@@ -211,7 +212,7 @@ class PipelineModel(ModuleAround):
         return attributes_set(self._local, sums=True)
 
     def executed(self) -> list[Executed]:
-        """(rank, stage, kind, micro-batch) of what this rank did since the last forward began, in order.
+        """Return (rank, stage, kind, micro-batch) of what this rank did since the last forward began, in order.
 
         Kinds: ``F`` forward, ``B`` backward, ``I`` and ``W`` backward of the input and of the weights.
         """
@@ -238,7 +239,7 @@ class PipelineModel(ModuleAround):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> Tensor:
-        """``loss_fn(model(*args, **kwargs), *targets)`` for each micro-batch, in the order of the schedule.
+        """Compute ``loss_fn(model(*args, **kwargs), *targets)`` for each micro-batch, in the order of the schedule.
 
         Returns:
             The mean (or sum) over micro-batches, on all ranks; its ``backward`` adds the gradients to ``.grad``.
@@ -278,7 +279,7 @@ class PipelineModel(ModuleAround):
         self._has_tried = True
 
     def _refuse_gradients_of(self, call: ModelCall) -> None:
-        """They would come to the first stage's rank alone, or nowhere."""
+        """Refuse gradients of arguments: they would come to the first stage's rank alone, or nowhere."""
         for path, tensor in tensor_leaves(call.tree).items():
             if tensor.requires_grad:
                 name = argument_names(self.module, call)[path]

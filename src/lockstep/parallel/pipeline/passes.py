@@ -118,7 +118,7 @@ def _train_parts(
     wants_outputs: bool,
     is_checked: bool,
 ) -> dict[str, Tensor]:
-    """Micro-batch by micro-batch, in the order of the schedule: the loss is ``share`` times the sum of theirs.
+    """Train micro-batch by micro-batch, in the order of the schedule: the loss is ``share`` times the sum of theirs.
 
     Return the loss and, if they are wanted, the other outputs by path, where the last stage is.
     """
@@ -152,7 +152,7 @@ def _train_parts(
 
 
 def _train_whole(stages: LocalStages, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """All forwards before all backwards: what comes after the last block is computed on the whole batch.
+    """Run all forwards before all backwards: what comes after the last block is computed on the whole batch.
 
     Return the outputs by path, where the last stage is.
     """
@@ -269,7 +269,7 @@ def forward_now(
 
 
 def evaluate(stages: LocalStages, batch: Batch, outputs_to: OutputsMode) -> object:
-    """All forwards, and no backward."""
+    """Run all forwards, and no backward."""
     plan, outputs = batch.plan, batch.plan.outputs
     kept: list[dict[str, Tensor]] = []
 
@@ -294,7 +294,7 @@ def evaluate(stages: LocalStages, batch: Batch, outputs_to: OutputsMode) -> obje
 
 @torch.no_grad()
 def fill_only(stages: LocalStages, plan: PipelinePlan, once: Pass, find: bool = False) -> None:
-    """All forwards; ``find``: what they change is to be found."""
+    """Run all forwards; ``find``: what they change is to be found."""
     if plan.evaluation is None:
         plan.evaluation = FillDrain(
             stages.torch_stages(plan, 0), stages.rank_of, plan.micro_batches, keep=False

@@ -45,7 +45,7 @@ def signature(call: ModelCall, *others: object) -> CallSignature:
 
 
 def check_same_batch(call: ModelCall, group: dist.ProcessGroup, device: torch.device) -> None:
-    """All ranks of the pipeline must have been called with the same batch.
+    """Check that all ranks of the pipeline have been called with the same batch.
 
     Raises:
         UsageError: they were not.
@@ -136,7 +136,7 @@ class PipelinePlan:
         return self.micro_batches == 1 or all(kind.by_rows for kind in self.outputs.values())
 
     def build_segments(self, model: nn.Module, layout: Layout, stages: list[int]) -> None:
-        """One for each stage of this rank."""
+        """Build one segment for each stage of this rank."""
         cuts = self.traced.cuts
         for stage in stages:
             exchange = exchange_of(model, layout, self.traced, stage)
@@ -270,7 +270,8 @@ def stage_changes(
 
 
 def _is_replayable(calls: list[tuple[int, object]], stage: int) -> bool:
-    """Whether a part's only call was before ``stage`` and gave nothing real: operations on placeholders are slow."""
+    """Return whether a part's only call was before ``stage`` and gave nothing real: operations on placeholders are
+    slow."""
     if len(calls) != 1 or calls[0][0] >= stage:
         return False
     return all(is_placeholder(leaf) for leaf in leaves(calls[0][1]).values())

@@ -30,7 +30,7 @@ class StageModule(nn.Module):
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, dict[str, object]]) -> None:
-        """``parameters``: name of a module that belongs to no stage as a whole -> its own parameters."""
+        """Take ``parameters``: name of a module that belongs to no stage as a whole -> its own parameters."""
         super().__init__()
         self.segment: StageForward | None = None
         self.micro_batch: int | None = None
@@ -68,7 +68,7 @@ class Stage(StageBase):
         executed: list[Executed],
         results: int,
     ) -> None:
-        """``cuts[s]``: what stage s receives; ``results``: how many tensors the last stage's forward returns."""
+        """Take ``cuts[s]``: what stage s receives; ``results``: how many tensors the last stage's forward returns."""
         # torch wants an example of everything that is sent or returned, to allocate receive buffers once.
         # Nobody looks at what the last stage returns.
         number = TensorMeta(torch.Size(), torch.float32, False)
@@ -128,7 +128,7 @@ _ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 
 
 def torch_schedule(schedule: Schedule, stages: list[Stage], micro_batches: int) -> object:
-    """torch's object of that name. The loss is what the last stage returns, whole: it is not scaled."""
+    """Return torch's schedule of that name. The loss is what the last stage returns, whole: it is not scaled."""
     kind = getattr(torch_schedules, _CLASSES[schedule])
     local_stages: object = stages[0] if schedule in _ONE_STAGE else stages
     return kind(local_stages, micro_batches, loss_fn=lambda output, _: output, scale_grads=False)
@@ -170,11 +170,11 @@ class FillDrain(pipelining.ScheduleRuntime):
         self.expect_backward(keep)
 
     def fill(self) -> None:
-        """All forwards."""
+        """Run all forwards."""
         for stage in self.own_stages:
             stage.clear_runtime_states()
         self.carry_out(self._fill)
 
     def drain(self, losses: Sequence[torch.Tensor]) -> None:
-        """All backwards; ``losses``: of the micro-batches, where the last stage is."""
+        """Run all backwards; ``losses``: of the micro-batches, where the last stage is."""
         self.carry_out(self._drain, losses)

@@ -76,7 +76,7 @@ class Entry:
             self.differs = True
 
     def _is_written(self, now: object) -> bool:
-        """Also with the same values: a running average of what has not changed yet."""
+        """Return whether it was written, also with the same values: a running average of what has not changed yet."""
         return isinstance(now, Tensor) and now is self.begun and torch_tensors.version(now) != self.version
 
     @torch.no_grad()
@@ -101,7 +101,7 @@ def entries_of(
     modules: Iterable[tuple[str, nn.Module]],
     wanted: Callable[[dict[str, object], str, str], bool] | None = None,
 ) -> Iterator[Entry]:
-    """Of modules by name; those of this package keep their own state right.
+    """Yield the entries of modules by name; those of this package keep their own state right.
 
     ``wanted(entries, key, name)``: which; otherwise all.
     """
@@ -156,11 +156,12 @@ class ForwardState:
         return next(((entry.kind, entry.name) for entry in self._entries if entry.differs), None)
 
     def share(self, names: Iterable[str]) -> None:
-        """Modules of these names' owners are on all ranks: what one rank's stages change there, all ranks get."""
+        """Share the modules of these names' owners, which are on all ranks: what one rank's stages change there, all
+        ranks get."""
         self._shared |= set(names)
 
     def begin_batch(self, modules: Iterable[tuple[str, nn.Module]], find: bool = False) -> None:
-        """``find``: look at everything, else at what was found to change."""
+        """Begin a batch; ``find``: look at everything, else at what was found to change."""
         modules = list(modules)
         self._frozen = {
             joined_name(prefix, name): (parameter, torch_tensors.version(local(parameter)))
@@ -175,7 +176,7 @@ class ForwardState:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one forward of a stage."""
+        """Surround one forward of a stage."""
         for entry in self._entries:
             entry.begin()
         try:

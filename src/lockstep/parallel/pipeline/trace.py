@@ -273,7 +273,7 @@ class Tracer(TorchDispatchMode):
             self._empty.clear()
 
     def _cut(self, name: str, call: object, present: object) -> None:
-        """``present``: what stands for the arguments in the segment before."""
+        """Cut here; ``present``: what stands for the arguments in the segment before."""
         self._segment = self._starts[name]
         values = leaves(present)
         sent: dict[str, Tensor] = {}
@@ -304,7 +304,7 @@ class Tracer(TorchDispatchMode):
         return new
 
     def _attribute(self, tensor: Tensor) -> tuple[str, str] | None:
-        """(name of the module, attribute) where a block keeps this tensor."""
+        """Return (name of the module, attribute) where a block keeps this tensor."""
         for name, module in self.kept:
             for key, value in vars(module).items():
                 if value is tensor:

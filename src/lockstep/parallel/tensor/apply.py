@@ -196,7 +196,7 @@ def _without(model: nn.Module, plan: TensorPlan, whole: TensorPlan) -> TensorPla
 
 
 def _why_whole(plan: TensorPlan) -> str:
-    """Of the first three layers that stay whole."""
+    """Say why the first three layers that stay whole do so."""
     if not plan.left:
         return "it has no nn.Linear and no embedding of tokens"
     return join_names(f"'{name}' ({why})" for name, why in plan.left.items())

@@ -142,7 +142,7 @@ def _attributes_of_rank(
 
 
 def heads_of(module: nn.Module, found: Projections) -> tuple[int, int] | None:
-    """(heads, key-value heads), from attributes of the module or of its config; None if they are not known."""
+    """Return (heads, key-value heads), from attributes of the module or of its config; None if they are not known."""
     config: object = getattr(module, "config", None)
     width = getattr(module, "head_dim", None)
     if isinstance(width, int) and width > 0 and found.key is not None:

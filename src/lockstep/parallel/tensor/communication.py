@@ -42,24 +42,26 @@ PART_ENDS = (
 
 
 def part_of(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """(start, length) of this rank's part of ``size`` elements."""
+    """Return (start, length) of this rank's part of ``size`` elements."""
     chunk = -(-size // mesh.size())
     start = min(size, chunk * mesh.get_local_rank())
     return start, min(chunk, size - start)
 
 
 def part_of_pieces(x: Tensor, pieces: int, rank: int, ranks: int) -> Tensor:
-    """[..., features] to [..., features / ranks]: of each of ``pieces`` equal pieces one rank's part, concatenated."""
+    """Cut [..., features] to [..., features / ranks]: one rank's part of each of ``pieces`` equal pieces,
+    concatenated."""
     return torch.cat([piece.chunk(ranks, dim=-1)[rank] for piece in x.chunk(pieces, dim=-1)], dim=-1)
 
 
 def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x``, of any shape, of which each rank will use a part of the result: its gradient is the sum over the ranks."""
+    """Copy ``x``, of any shape, of which each rank will use a part of the result: its gradient is the sum over the
+    ranks."""
     return _Copy.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """``x``, of any shape, whose gradient shares memory with no other one.
+    """Return ``x``, of any shape, whose gradient shares memory with no other one.
 
     Where nothing is summed, as with one row, autograd hands one tensor to several parameters, and copies it unless
     nobody else refers to it. A DTensor around it hides that others do.

@@ -116,7 +116,7 @@ class WeightElsewhere:
 
     @classmethod
     def _logits(cls, input: Tensor, weight: object, bias: Tensor | None = None) -> object:
-        """``input`` [..., width] times this rank's rows of the weight; None where that is not split by rows."""
+        """Multiply ``input`` [..., width] by this rank's rows of the weight; None where that is not split by rows."""
         if not isinstance(weight, cls) or isinstance(input, cls) or weight._is_transposed:
             return None
         group, parameter = weight._group, weight._parameter
@@ -133,7 +133,7 @@ class WeightElsewhere:
 
 
 def _operator(name: str) -> object:
-    """Of the whole weight: Python looks operators up in the class."""
+    """Compute an operator of the whole weight: Python looks operators up in the class."""
 
     def apply(self: WeightElsewhere, *args: object) -> object:
         values = (arg.whole() if isinstance(arg, WeightElsewhere) else arg for arg in args)

@@ -66,7 +66,7 @@ class ColumnRowRegion(ParallelHook):
     def enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Args, Kwargs]:
-        """Of attention: its input as a whole sequence, and as wide as this rank's heads."""
+        """Enter attention: its input as a whole sequence, and as wide as this rank's heads."""
         if self.gathers and self.group.is_split:
             found = self._hidden(args, kwargs)
             if found is not None:
@@ -82,7 +82,7 @@ class ColumnRowRegion(ParallelHook):
         self.end_parts()
 
     def send(self, x: Tensor, in_sequence: bool) -> Tensor:
-        """``x`` [..., features] for a column layer, and for those after it that read the same."""
+        """Send ``x`` [..., features] to a column layer, and to those after it that read the same."""
         if self.gathers and self.group.is_split:
             # It was gathered as the module was entered.
             return x
@@ -96,7 +96,7 @@ class ColumnRowRegion(ParallelHook):
         return self._sent[1]
 
     def marked(self, output: Tensor) -> Tensor:
-        """[..., features / N] of a column layer, known as this rank's where whole tensors may meet it.
+        """Mark the output [..., features / N] of a column layer as this rank's part, where whole tensors may meet it.
 
         Marks cost some microseconds for each operation. Where the first forwards had no use for them, they end. With a
         split sequence there are none: gradients of whole parameters in blocks are sums then, and nothing else fits.

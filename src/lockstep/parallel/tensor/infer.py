@@ -95,7 +95,7 @@ def _add_attention(
 
 
 def _has_size(module: nn.Module, size: int, layers: list[str]) -> Iterator[str]:
-    """Names of parameters with a dimension of this size, other than those of ``layers`` and of norms."""
+    """Yield names of parameters with a dimension of this size, other than those of ``layers`` and of norms."""
     for name, inner in module.named_modules():
         if name not in layers and "norm" not in type(inner).__name__.lower():
             for key, parameter in torch_modules.parameters_of(inner).items():
@@ -157,7 +157,7 @@ def _computes_linear(layer: nn.Module) -> bool:
 
 
 def _pairs(layers: dict[str, nn.Module]) -> Iterator[Pair]:
-    """From a width to hidden features and back."""
+    """Yield pairs that lead from a width to hidden features and back."""
     names = list(layers)
     for row in names:
         hidden, width = features(layers[row])
@@ -173,14 +173,15 @@ def _pairs(layers: dict[str, nn.Module]) -> Iterator[Pair]:
 
 
 def _any_pairs(layers: dict[str, nn.Module]) -> Iterator[Pair]:
-    """One after the other, of any widths."""
+    """Yield pairs of layers one after the other, of any widths."""
     for first, second in itertools.pairwise(layers):
         if features(layers[first])[1] == features(layers[second])[0]:
             yield {first: "colwise"}, _rows(layers, [first], second)
 
 
 def _rows(layers: dict[str, nn.Module], columns: list[str], row: str) -> list[str]:
-    """All layers that take as many features, unless one gives as many: then others may take what that one gives."""
+    """Return all layers that take as many features, unless one gives as many: then others may take what that one
+    gives."""
     hidden = features(layers[row])[0]
     rows = [name for name, layer in layers.items() if name not in columns and features(layer)[0] == hidden]
     return rows if all(features(layers[name])[1] != hidden for name in rows) else [row]

@@ -37,7 +37,7 @@ class ParallelLayer(nn.Module):
         self.sequence_parallel = sequence_parallel and mesh is not None
 
     def _take_parameters(self, plain: nn.Module, dims: dict[str, int | None]) -> None:
-        """``dims``: parameter -> the dimension that is split."""
+        """Take this rank's part of parameters; ``dims``: parameter -> the dimension that is split."""
         for name, parameter in plain.named_parameters():
             self.register_parameter(name, _split(parameter, self.mesh, dims[name]))
         # Without a bias the attribute is there and None, as in torch's layers.

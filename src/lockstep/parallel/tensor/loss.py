@@ -143,7 +143,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _local_indices(target: Tensor, mesh: DeviceMesh, classes: int) -> tuple[Tensor, Tensor]:
-    """(index of each target [...] among this rank's classes, whether it is there); 0 where it is not."""
+    """Return (index of each target [...] among this rank's classes, whether it is there); 0 where it is not."""
     start, length = part_of(classes, mesh)
     place = target - start
     is_here = (place >= 0) & (place < length)
@@ -234,7 +234,8 @@ def _nll_loss_backward(operator: object, args: Args, kwargs: Kwargs) -> object:
 
 
 def _class_rows(x: DTensor, target: Tensor) -> tuple[Tensor, Tensor, DeviceMesh, int]:
-    """(local logits [..., classes / N], target [...], mesh, classes) of logits [classes] or [batch, classes, ...]."""
+    """Return (local logits [..., classes / N], target [...], mesh, classes) of logits [classes] or [batch, classes,
+    ...]."""
     dim = 1 if x.dim() > 1 else 0
     if not _is_split(x, dim):
         raise UsageError(

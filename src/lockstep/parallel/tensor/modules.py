@@ -74,7 +74,7 @@ class ParallelHook:
         return output
 
     def close(self, module: nn.Module) -> None:
-        """After ``leave``, or a failure."""
+        """Close after ``leave``, or after a failure."""
 
 
 class ParallelModuleSpec:
@@ -196,13 +196,13 @@ def _flat_weights_property() -> property:
         return torch_modules.flat_weights(module)
 
     def set_(module: nn.Module, weights: object) -> None:
-        """They are read from the parameters."""
+        """Set nothing: the values are read from the parameters."""
 
     return property(get, set_)
 
 
 def first_tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int | str, Tensor] | None:
-    """(place, value) of the first tensor in the arguments of a call; None if there is none."""
+    """Return (place, value) of the first tensor in the arguments of a call; None if there is none."""
     given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
     return next(((place, value) for place, value in given if isinstance(value, Tensor)), None)
 

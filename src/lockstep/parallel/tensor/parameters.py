@@ -39,7 +39,8 @@ def placement(module: nn.Module, name: str, style: str) -> Placement:
 
 
 def zero_placement(parameter: nn.Parameter) -> Shard:
-    """For ``fully_shard(..., shard_placement_fn=)``: the dimension along which it splits this parameter further.
+    """Return, for ``fully_shard(..., shard_placement_fn=)``, the dimension along which it splits this parameter
+    further.
 
     It is the first, but for a fused query, key and value, whose rows of a rank are three pieces of the whole: rows of
     these cannot be split again in a way that DTensor knows, so that input features are.

@@ -103,7 +103,7 @@ class TensorPlan:
 def plan_from_patterns(
     model: nn.Module, patterns: Mapping[str, str], source: str, must_match: bool = True
 ) -> TensorPlan:
-    """Of ``{pattern: style}``: each part of a pattern matches one part of a module's name.
+    """Make the plan of ``{pattern: style}``: each part of a pattern matches one part of a module's name.
 
     Where several patterns match a module the last one counts. A plan that need not match is one that a model brings:
     of it, modules stay whole whose styles are unknown here, and so do parameters that have styles of their own.
@@ -198,12 +198,12 @@ def transformers_patterns(model: nn.Module) -> dict[str, str]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Of a table of names."""
+    """Return the words of a table of names."""
     return tuple(text.split())
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or transformers' Conv1D, whose weight is [in, out]."""
+    """Return whether it is nn.Linear, or transformers' Conv1D, whose weight is [in, out]."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -212,7 +212,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(input, output) features of a linear layer."""
+    """Return (input, output) features of a linear layer."""
     rows, columns = torch_modules.parameters_of(module)["weight"].shape
     return (rows, columns) if is_conv1d(module) else (columns, rows)
 

@@ -57,7 +57,7 @@ class BlockGroups:
         self._open = None
 
     def call_empty(self, block: ShardedModule, values: object, inside: Callable[[object], object]) -> object:
-        """As ``call_empty`` of torch's hooks: pass ``values`` by a block, with ``inside`` in its place."""
+        """Pass ``values`` by a block as ``call_empty`` of torch's hooks does, with ``inside`` in its place."""
         if block not in self._group_of:
             self.end()
             return call_empty(block, values, inside)

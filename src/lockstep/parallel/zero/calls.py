@@ -83,7 +83,7 @@ class OtherCalls:
         return self._entered is not None
 
     def forward_begins(self) -> None:
-        """Of the whole model: calls of other methods and modules are parts of it."""
+        """Begin the forward of the whole model: calls of other methods and modules are parts of it."""
         self._is_in_forward = True
 
     def forward_ends(self) -> None:
@@ -91,7 +91,8 @@ class OtherCalls:
         self._is_in_forward = False
 
     def _is_inside(self) -> bool:
-        """Whether this call is a part of another one, or of a backward that computes again, or finds whole weights."""
+        """Return whether this call is a part of another one, or of a backward that computes again, or finds whole
+        weights."""
         return (
             self._is_in_forward
             or self.is_open
@@ -151,7 +152,7 @@ class OtherCalls:
         return call
 
     def _forward_by_name(self) -> Callable[..., object]:
-        """``model.forward(x)``, which is ``model(x)``."""
+        """Run ``model.forward(x)`` as ``model(x)``."""
         root, own = self._root, vars(self._root).get("forward")
 
         @functools.wraps(own or root.forward)
@@ -250,7 +251,7 @@ class SkippedBlocks:
                 )
 
     def forward_begins(self) -> None:
-        """Of the whole model."""
+        """Begin the forward of the whole model."""
         # Not where a backward computes a forward again: that one comes to some blocks only.
         self._is_in_forward = self._is_ordered and torch.is_grad_enabled() and current_pass() == -1
         self._next = 0
@@ -280,7 +281,7 @@ class SkippedBlocks:
         return self._pass_through(left_out, (args, kwargs)) if left_out else None
 
     def _pass_through(self, numbers: range, values: object) -> object:
-        """``values`` again, so that their gradients come by these blocks."""
+        """Pass ``values`` on, so that their gradients come by these blocks."""
         # Gradients reach the blocks that were left out along one tensor, which must be able to have one.
         carrier = _carrier(values)
         if carrier is None:

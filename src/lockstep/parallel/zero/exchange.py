@@ -76,7 +76,7 @@ class BroadcastAllGather(ShardCollective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,)."""
+        """Gather ``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,)."""
         if async_op or not is_small_on_gloo(group):
             with waiting_for_ranks():
                 return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -247,7 +247,7 @@ class QuantizedAllGather(ShardCollective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,).
+        """Gather ``input_tensor`` (n,) of every rank, in rank order, into ``output_tensor`` (N n,).
 
         Raises:
             UsageError: the shards are not float32, bfloat16 or float16.

@@ -36,7 +36,7 @@ class FullyShardGroup:
 
     @classmethod
     def of(cls, modules: list[nn.Module]) -> FullyShardGroup:
-        """All that these modules hold."""
+        """Return all that these modules hold."""
         return cls(modules, [inner for module in modules for inner in modules_inside_out(module)])
 
     @property

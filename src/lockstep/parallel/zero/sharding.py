@@ -117,7 +117,7 @@ class Sharding:
         return self._modules
 
     def shards(self, names: Mapping[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
+        """Yield (name, shard) of each sharded parameter; ``names`` by ``id`` of what stands in the model now."""
         for parameter in self.parameters():
             yield name_of_shard(parameter, names), fsdp2.sharded_param(parameter)
 
@@ -211,7 +211,7 @@ class Sharding:
             self.reshard()
 
     def after_call(self, output: object) -> None:
-        """As ``after_forward``, of another method or an inner module that was called by itself."""
+        """Do what ``after_forward`` does, for another method or an inner module that was called by itself."""
         if fsdp2.is_in_forward(self._root):
             self.recover()
         elif not any(leaf.requires_grad for leaf in tensor_leaves(output).values()):
@@ -235,7 +235,7 @@ class Sharding:
 
     @contextmanager
     def summoned(self) -> Iterator[None]:
-        """All weights are gathered once, and let go at the end; forwards inside send nothing. Collective."""
+        """Gather all weights once, and let them go at the end; forwards inside send nothing. Collective."""
         if self.is_summoned:
             yield
             return
@@ -256,7 +256,7 @@ class Sharding:
             self.reshard()
 
     def gathered(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
-        """(whole parameter, its shard) of each that is gathered now."""
+        """Yield (whole parameter, its shard) of each that is gathered now."""
         for group in self.parameter_groups():
             if fsdp2.is_unsharded(group):
                 for parameter in fsdp2.params(group):
@@ -280,7 +280,7 @@ class Sharding:
                 yield parameter.grad
 
     def own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, gradient) of what is not reduced yet."""
+        """Yield (name, gradient) of what is not reduced yet."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         for parameter in self.parameters():
             for number, gradient in enumerate(fsdp2.unreduced_grads(parameter)):
@@ -334,11 +334,11 @@ class Sharding:
                 fsdp2.discard_partial_reduce_output(group)
 
     def parameters(self) -> Iterator[FSDPParam]:
-        """torch's own records of the parameters."""
+        """Return torch's own records of the parameters."""
         return (parameter for group in self.parameter_groups() for parameter in fsdp2.params(group))
 
     def parameter_groups(self) -> list[FSDPParamGroup]:
-        """torch's own records of the parameters that are gathered together."""
+        """Return torch's own records of the parameters that are gathered together."""
         # Modules that were sharded together have one between them.
         return list(dict.fromkeys(group for module in self._groups for group in fsdp2.param_groups(module)))
 

@@ -46,7 +46,8 @@ def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
 
 
 def on_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """For hooks of a step: inside, an optimizer that steps on whole parameters holds shards again. Collective there."""
+    """Let an optimizer that steps on whole parameters hold shards again inside, for hooks of a step. Collective
+    there."""
     whole = whole_step_of(optimizer)
     return whole.suspended() if whole is not None and whole.runs else nullcontext()
 

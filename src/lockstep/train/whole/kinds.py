@@ -103,7 +103,7 @@ def declares_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """From now on raise UsageError where a method of ``optimizer`` does more than element by element.
+    """Refuse, from now on, that a method of ``optimizer`` does more than element by element: UsageError.
 
     It costs about 10 µs for each operation. The optimizer stays the object it is; its class becomes a subclass.
     """
@@ -179,7 +179,8 @@ _PACKAGES = tuple(str(path) for path in (Path(__file__).parents[2], Path(torch._
 
 
 def line_of_step(optimizer: Optimizer) -> str:
-    """ "file, line n": the innermost line that runs now outside of torch and this package; or where ``step`` begins."""
+    """Return "file, line n": the innermost line that runs now outside of torch and this package; or where ``step``
+    begins."""
     for frame in reversed(traceback.extract_stack(sys._getframe(1))):
         if not frame.filename.startswith(_PACKAGES):
             return f"{frame.filename}, line {frame.lineno}"
@@ -187,7 +188,7 @@ def line_of_step(optimizer: Optimizer) -> str:
 
 
 def place_of(optimizer: Optimizer) -> str:
-    """ "file, line n" of an optimizer's ``step``."""
+    """Return "file, line n" of an optimizer's ``step``."""
     step = inspect.unwrap(type(optimizer).step)
     code = getattr(step, "__code__", None)
     return "an unknown file" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
@@ -199,7 +200,8 @@ _PARAMETERS = {"params", "state", "step"}
 
 
 def methods_with_parameters(cls: type[Optimizer]) -> list[str]:
-    """Names of the public methods of a class, beyond those of every optimizer, that may read or write parameters.
+    """Return names of the public methods of a class, beyond those of every optimizer, that may read or write
+    parameters.
 
     A method that touches none is left out: it may be called on one rank alone, to log what it returns.
     """

@@ -123,7 +123,7 @@ class WholeStep:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """In a step: the optimizer holds shards inside. What raises there ends the step. Collective."""
+        """Let the optimizer hold shards inside of a step. What raises there ends the step. Collective."""
         self._suspend()
         yield
         self._resume()

@@ -197,7 +197,7 @@ class RunCollector(RunObserver):
         return ((name, p) for name, p in self.named_parameters() if id(p) in parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of all models."""
+        """Yield the named parameters of all models."""
         if self._run is not None:
             next(iter(self._run.parameters_at_rest()), None)
         for number, model in enumerate(self._models):
@@ -215,14 +215,14 @@ class RunCollector(RunObserver):
             self._sink.add(item, local(tensor.detach()), *found)
 
     def _add_part(self, item: TraceItem, part: Tensor, whole: Tensor) -> None:
-        """``part``: what this rank holds, laid out as that of ``whole``."""
+        """Add ``part``: what this rank holds, laid out as that of ``whole``."""
         found = region(whole, self._sink.expected_shape(item), self._axes)
         if found is not None:
             self._sink.add(item, part, *found)
 
 
 def _prefix(number: int) -> str:
-    """Of names in a model."""
+    """Return the prefix of names in a model."""
     return f"model_{number}." if number else ""
 
 

@@ -137,7 +137,8 @@ class _OnGradient:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Whether tp splits each of several parts of a layer, such as query, key and value: ranks have no one region."""
+    """Return whether tp splits each of several parts of a layer, such as query, key and value: ranks have no one
+    region."""
     placements = getattr(torch_modules.parameters_of(module).get("weight"), "placements", None)
     return bool(placements and getattr(placements[-1], "split_factor", 1) > 1)
 

@@ -58,7 +58,7 @@ class ProcessRun(RunCollector):
         self.end()
 
     def refuse(self, why: str, instead: str | None = None) -> NoReturn:
-        """One process cannot stand for several ranks here: the check has no answer, but this sentence.
+        """Refuse to let one process stand for several ranks here: the check has no answer, but this sentence.
 
         Args:
             instead: What to do; None: what helps every script of this kind.

@@ -331,7 +331,7 @@ def _distributed_sampler(loader: DataLoader[object]) -> DistributedSampler[int] 
 
 
 def _loaders_of_accelerate() -> list[type]:
-    """Its classes, which read from another loader, and a batch ahead of the script."""
+    """Return Accelerate's classes of loaders, which read from another loader, and a batch ahead of the script."""
     module = sys.modules.get("accelerate.data_loader")
     names = ("DataLoaderShard", "DataLoaderDispatcher")
     return [getattr(module, name) for name in names if hasattr(module, name)]

@@ -117,7 +117,7 @@ def _of_item(
 
 
 def _factor(sums: DistanceSums, allowed: float) -> float | None:
-    """By which what is expected has to be multiplied to be what was found."""
+    """Return the factor between what is expected and what was found."""
     if sums.wrong or not sums.expected:
         return None
     # The factor of least squares; ``left`` is the square of what it leaves of what was found.
@@ -192,7 +192,7 @@ def _examined(
     facts: RunFacts,
     found: Mapping[int, Trace],
 ) -> Mismatch:
-    """With what the difference looks like."""
+    """Add what the difference looks like."""
     if finding.fault is not Fault.DIFFERS:
         return finding
     parts = _parts_of(trace, by_item[finding.item], found)

@@ -84,11 +84,11 @@ class Tolerance(Mapping[str, Limit]):
         return len(self._limits)
 
     def write(self, path: Path) -> None:
-        """For other processes."""
+        """Write it for other processes."""
         path.write_text(json.dumps(self.to_json()), "utf-8")
 
     def to_json(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return values of JSON."""
         return {"multiple": self.multiple, "limits": self._limits}
 
     @classmethod
@@ -158,7 +158,8 @@ class _ItemLimits:
         return self._of_floats(item, runs)
 
     def _is_rerouted(self, item: TraceItem) -> bool:
-        """Whether rounding to 16 bits can send some of its rows to another expert, which moves all behind them."""
+        """Return whether rounding to 16 bits can send some of its rows to another expert, which moves all behind
+        them."""
         shape = self._trace.shape(item)
         if item.kind in _OF_MODULES and _is_chosen(shape, self._rows):
             return True
@@ -198,7 +199,7 @@ class _ItemLimits:
         return max(spread, math.sqrt(max(of_weight, default=0.0)) / size)
 
     def _spreads(self) -> dict[TraceItem, float]:
-        """By item, how far it moved in the run that moved it most."""
+        """Return how far each item moved in the run that moved it most."""
         found: dict[TraceItem, float] = {}
         for item in self._trace:
             floor = self._floors.get((item.step, item.kind), 0.0)
@@ -221,7 +222,8 @@ def _is_chosen(shape: tuple[int, ...], rows: set[int]) -> bool:
 
 
 def _choices(outputs: set[tuple[str, tuple[int, ...]]]) -> set[tuple[str, tuple[int, ...]]]:
-    """Of modules (name, shape) that return [positions, experts], what they return with fewer columns beside it."""
+    """Return modules (name, shape) that return [positions, experts], and what they return with fewer columns beside
+    it."""
     widest: dict[tuple[str, int], int] = {}
     for name, shape in outputs:
         if len(shape) == 2:
@@ -259,7 +261,7 @@ def _explained(
 
 
 def _floors(measured: Iterable[Measured]) -> dict[tuple[int, ItemKind], float]:
-    """By step and kind, the root mean square that smaller tensors are taken to have."""
+    """Return by step and kind the root mean square that smaller tensors are taken to have."""
     sizes: dict[tuple[int, ItemKind], list[float]] = defaultdict(list)
     for one in measured:
         if one.item.kind in _FLOORS and one.sums.expected:
@@ -290,7 +292,7 @@ def _wrong(runs: Iterable[Measured], multiple: float) -> float:
 
 
 def _of_all_batches(item: TraceItem) -> TraceItem:
-    """One name for an item of all micro-batches of a step: each is a sample of what rounding does."""
+    """Return one name for the items of all micro-batches of a step: each is a sample of what rounding does."""
     return item._replace(micro_batch=0, data_rank=-1)
 
 

@@ -125,7 +125,7 @@ class Trace:
             _write(path, header, file)
 
     def position(self, item: TraceItem) -> int:
-        """When the run came to it."""
+        """Return the place in the run at which it came."""
         return self._places[item.key]
 
     def shape(self, item: TraceItem) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class Trace:
         return str(self._entries[item.key]["dtype"]).startswith(("F", "BF", "C"))
 
     def tensor(self, item: TraceItem) -> torch.Tensor:
-        """All of it: memory that is mapped from the file, which nobody changes."""
+        """Return all of it: memory that is mapped from the file, which nobody changes."""
         entry = self._entries[item.key]
         dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         if begin == end:
@@ -194,7 +194,7 @@ def _write(path: Path, header: Mapping[str, object], data: BinaryIO) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory, contiguous, without a gradient, complex numbers as pairs."""
+    """Return a tensor in host memory, contiguous, without a gradient, complex numbers as pairs."""
     values = tensor.detach()
     if values.is_sparse or values.layout is not torch.strided:
         values = values.to_dense()

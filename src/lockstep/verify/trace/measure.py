@@ -71,7 +71,7 @@ class Measured:
     is_missing: bool = False
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps({**asdict(self), "item": self.item.key})
 
     @classmethod
@@ -100,7 +100,7 @@ class Limit(NamedTuple):
     spread: float = 0.0
 
     def distance(self, sums: DistanceSums) -> float:
-        """In the unit of ``relative``."""
+        """Return the distance in the unit of ``relative``."""
         return sums.relative(self.floor, self.wrong)
 
     def ratio(self, sums: DistanceSums) -> float:
@@ -115,7 +115,7 @@ class Limit(NamedTuple):
 
 
 def read_measured(paths: Iterable[Path]) -> Iterator[Measured]:
-    """All lines of some files, but a last one that a process did not finish."""
+    """Yield all lines of some files, but a last one that a process did not finish."""
     for path in paths:
         for line in path.read_text("utf-8").splitlines(keepends=True):
             if line.endswith("\n"):

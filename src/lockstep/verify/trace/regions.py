@@ -77,7 +77,8 @@ def region(
 def _local_ranges(
     mine: int, whole: int, dim: int, dims: int, axes: ShardAxes, part: int, rows: int
 ) -> list[Range] | None:
-    """Which ``mine`` of ``whole`` indices this rank has along a dimension, in its order; None: no axis cuts so."""
+    """Return which ``mine`` of ``whole`` indices this rank has along a dimension, in its order; None: no axis cuts
+    so."""
     is_first, is_last = dim == 0, dim == dims - 1
     # All cuts are even: a part goes into the whole without a rest.
     if not mine or whole % mine:

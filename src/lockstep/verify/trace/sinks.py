@@ -30,13 +30,13 @@ class Sink(Protocol):
     def add(
         self, item: TraceItem, part: torch.Tensor, shape: Sequence[int], regions: Sequence[ShardRegion]
     ) -> None:
-        """``part``: what this rank holds of a tensor of ``shape``, of which it is ``regions``."""
+        """Add ``part``: what this rank holds of a tensor of ``shape``, of which it is ``regions``."""
 
     def expected_shape(self, item: TraceItem) -> tuple[int, ...] | None:
         """Return that of the whole tensor in the reference, where there is one to compare with."""
 
     def close(self, facts: Mapping[str, object]) -> None:
-        """No more comes. ``facts``: what else is to be known of the run."""
+        """End the trace. ``facts``: what else is to be known of the run."""
 
 
 class Recording:

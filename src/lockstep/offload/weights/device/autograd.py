@@ -51,7 +51,7 @@ class SavedView:
         )
 
     def marked(self, view: torch.Tensor) -> torch.Tensor:
-        """With the bits of lazy conjugation and negation."""
+        """Mark a tensor with the bits of lazy conjugation and negation."""
         view = view.conj() if self.conjugated else view
         return torch_tensors.negated_lazily(view) if self.negated else view
 

@@ -180,7 +180,7 @@ class DeviceMover:
     # -- of its own --------------------------------------------------------------------------------------
 
     def edited(self, host_tensors: Iterable[torch.Tensor]) -> None:
-        """``host_tensors`` have been written to: load them again before they are used."""
+        """Load ``host_tensors``, which have been written to, again before they are used."""
         for host_tensor in host_tensors:
             working = self._by_host_tensor.get(id(host_tensor))
             if working is not None and working.host_tensor is host_tensor:
