@@ -1,4 +1,5 @@
-"""The process whose forks are the workers of ``--warm-restarts``: it imports torch once, for all rounds of a launch.
+"""The process whose forks are the workers of ``--warm-restarts``: it imports torch once, for all rounds of a launch,
+with what the first optimizer and ``prepare`` would import.
 
     python -m lockstep.launch.fork_server LAUNCHER_PID DESCRIPTOR
 
@@ -20,9 +21,11 @@ import sys
 import types
 
 import numpy
-import torch  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
 
-import lockstep.accelerator  # noqa: F401
+import lockstep.accelerator
+import lockstep.preparation.prepare  # noqa: F401
 from lockstep.launch import bare
 
 MOST_BYTES = 1 << 20
