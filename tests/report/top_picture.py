@@ -17,9 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from lockstep.cli import TopScreen
 from lockstep.history import read_run
-from lockstep.launch import connect_here
+from lockstep.report import NEWEST_BYTES, screen
 from tests.launch.helpers import COMMAND, environment
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +33,8 @@ def take(folder: Path, out: Path) -> None:
     while not (folder / "run" / "measures.jsonl").exists() or len(read_run(folder).steps) < STEP:
         assert time.monotonic() < end, "the job does not train"
         time.sleep(0.5)
-    screen = TopScreen(str(folder), connect_here())
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
-    console.print(screen.rendered())
-    screen.close()
+    console.print(screen(read_run(folder, NEWEST_BYTES), time.time()))
     picture = console.export_svg(title="lockstep top runs/gpt", theme=MONOKAI, unique_id="top")
     picture = FONTS.sub("", picture).replace(
         "Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace"
@@ -47,7 +44,6 @@ def take(folder: Path, out: Path) -> None:
 
 def main(out: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        tempfile.tempdir = temporary  # where the launch is looked for
         folder = Path(temporary) / "gpt"
         variables = environment(OMP_NUM_THREADS="1", TMPDIR=temporary)
         arguments = [

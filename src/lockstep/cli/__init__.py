@@ -10,7 +10,6 @@ if not TYPE_CHECKING:
             "accelerate_commands": ["launch_command", "launch_command_parser", "load_config_from_file"],
             "check": ["page_of_verdict"],
             "main": ["cli", "COMMANDS"],
-            "top_screen": ["TopScreen"],
             "values": ["value_type"],
         },
     )

@@ -20,7 +20,6 @@ if not TYPE_CHECKING:
             "forks": ["ForkServer"],
             "hosts": ["meeting_point", "SSH", "ssh_arguments", "ssh_programs"],
             "inventory": ["gather_inventory", "problems_of_environment"],
-            "job": ["connect_here", "connect_to", "JobConnection"],
             "local": ["end_process"],
             "machines": ["Transport"],
             "membership": [
@@ -63,9 +62,7 @@ if not TYPE_CHECKING:
                 "Round",
             ],
             "report": ["describe_failure", "exit_code", "Failure", "first_failure", "Restarts"],
-            "running": ["make_work_folder", "running_launches", "write_place"],
             "signals": ["received_by", "ReceivedSignals"],
             "slurm": ["batch_script", "sbatch_arguments", "srun"],
-            "viewers": ["MOST_SENTENCES", "MOST_VIEWERS", "RunViewers"],
         },
     )

@@ -162,13 +162,6 @@ class LaunchCoordinator:
         """End the launch everywhere with this code, because the machine that hosts got this signal."""
         self._end(code, f"ended by {name}")
 
-    def stop(self, cause: str) -> str:
-        """Stop at a step boundary, as a signal does, because somebody asks for it; returns why not, or ""."""
-        if self._stop is not None or self._over is not None:
-            return "the run is about to stop already"
-        self._stop_wanted(cause)
-        return ""
-
     def alone(self) -> bool:
         """Return whether no launcher is connected any more."""
         return not self._peers

@@ -14,14 +14,12 @@ from lockstep.launch.membership import Membership
 from lockstep.launch.network import holder_of
 from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.report import Restarts
-from lockstep.launch.viewers import RunViewers
 from lockstep.observe.hang.coordinator import Coordinator
 from lockstep.observe.hang.hangs import WatchSettings
 
 # How long the others' launchers have to read why the launch ended, and to end their workers.
 LEAVE_LIMIT_S = 3.0
 MOST_NAMED = 16
-SPEAKER = "lockstep launch: "
 
 
 class CoordinatorServer:
@@ -68,13 +66,12 @@ class CoordinatorServer:
             coordinator if watched else None,
             grace_s=plan.fault_policy.grace_s,
             elastic=plan.elastic,
-            say=self._say_of_launch,
+            say=say,
             clock=clock,
         )
-        self._viewers = RunViewers(coordinator, self._coordinator.stop, run)
         handlers: dict[str, Handler] = {"rendezvous": self._coordinator}
         if watched:
-            handlers |= {"watch": coordinator, "top": self._viewers}
+            handlers["watch"] = coordinator
         try:
             self._server = Server(secret, address, port, handlers, self._secret_refused, clock)
         except ConfigError as error:
@@ -88,11 +85,7 @@ class CoordinatorServer:
         self._server.start()
 
     def _say_of_run(self, sentence: str) -> None:
-        self._say_of_launch(f"{SPEAKER}{sentence}")
-
-    def _say_of_launch(self, text: str) -> None:
-        self._say(text)
-        self._viewers.say(text.removeprefix(SPEAKER))
+        self._say(f"lockstep launch: {sentence}")
 
     def _secret_refused(self, address: str) -> None:
         if address not in self._refused_addresses and len(self._refused_addresses) < MOST_NAMED:

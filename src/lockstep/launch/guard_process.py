@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from lockstep.config.sources import export_environment
 from lockstep.launch import bare
-from lockstep.launch.running import make_work_folder
 from lockstep.runtime.memory_folder import MemoryFolder
 
 WAIT_S = 2.0
@@ -25,7 +25,7 @@ def run_guarded(run: Callable[[GuardProcess, str], int]) -> int:
         run: Gets the guard, and a folder for the launch's secret and reports. It is removed at the end, too.
     """
     with ExitStack() as stack:
-        folder = make_work_folder()
+        folder = tempfile.mkdtemp(prefix="lockstep-")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         # What is started from here on inherits the variables.
         export_environment({bare.MEMORY_VARIABLE: _memory_folder(stack), bare.FOLDER_VARIABLE: folder})

@@ -32,7 +32,6 @@ from lockstep.launch.console import make_log_folder, say
 from lockstep.launch.guard_process import GuardProcess, run_guarded
 from lockstep.launch.network import LOOPBACK, RendezvousAddress, find_rendezvous_address, loopback_interface
 from lockstep.launch.plan import ALIAS, LaunchPlan
-from lockstep.launch.running import write_place
 from lockstep.launch.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _run(
         gc.freeze()
         gc.enable()
         _silence_torch()
-        control = _control(plan, guarded.launch_id, address, run, secret, work_dir)
+        control = _control(plan, address, secret, work_dir)
         starter = Starter(plan, work_dir, guarded.launch_id, control)
         agent = Agent(plan, rendezvous, server is not None, starter, upkeep, signals, interrupted, say)
         return agent.run()
@@ -193,14 +192,15 @@ def _secret(plan: LaunchPlan) -> Secret:
     return derived(secret, "launch")
 
 
-def _control(
-    plan: LaunchPlan, launch_id: str, address: tuple[str, int], run: str, secret: Secret, work_dir: str
-) -> dict[str, str]:
+def _control(plan: LaunchPlan, address: tuple[str, int], secret: Secret, work_dir: str) -> dict[str, str]:
     """Return where workers find the coordinator, and its secret in a file: variables are shown, logged and handed
     on."""
     if not plan.fault_policy.watch:
         return {}
-    path = write_place(work_dir, launch_id, address, run, secret)
+    path = os.path.join(work_dir, "control")
+    # With its mode from the start, so that no moment is left in which others could read it.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(secret.hex())
     return {CONTROL_VARIABLE: name_of(address), CONTROL_FILE_VARIABLE: path}
 
 

@@ -1,7 +1,6 @@
 """A run on one screen, as it goes on: how it stands, its latest steps, its ranks, what happened last.
 
-Of a launch on this machine also its ranks as the watch sees them, their stacks, and what was said. What a launch tells
-may hold anything. Nothing is taken for markup.
+What a run's files say may hold anything. Nothing is taken for markup.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.history.attempts import RunStatus
-from lockstep.history.events import JsonFields
 from lockstep.history.read import RunHistory
 from lockstep.report.numbers import RunNumbers, numbers_of
 from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
@@ -30,9 +28,6 @@ BAR = 30
 MOST_RANKS = 32
 MOST_LINES = 6
 """Of what happened."""
-STACK_LINES = 12
-STILL_S = 5.0
-"""So long a rank may be still before that is marked; as long as the watch waits for a hang."""
 COLOURS = {RunStatus.RUNNING: "green", RunStatus.FINISHED: "blue", RunStatus.STOPPED: "blue"}
 """Of a run's status; any other is red."""
 IN_PLAIN_VIEW = {"start", "peak", "total"}
@@ -43,13 +38,11 @@ QUANTITIES = {
     "learning_rate": "learning rate",
     "step_seconds": "seconds a step",
 }
-KEYS = {"d": "dump all ranks' stacks", "x": "stop", "q": "leave"}
 
 
-def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> RenderableType:
-    """Show the folder of a run. ``now``: seconds since 1970. ``job``: what its launch tells of the ranks."""
+def screen(run: RunHistory, now: float) -> RenderableType:
+    """Show the folder of a run. ``now``: seconds since 1970."""
     numbers = numbers_of(run, now)
-    ranks = None if job is None else ranks_now(job)
     parts: list[RenderableType] = [_title(run, numbers, now)]
     if run.has_steps:
         times, steps = numbers.step_times, run.steps
@@ -71,27 +64,13 @@ def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> Render
         shares = sorted((times.shares if times else {}).items(), key=lambda item: -item[1])
         rows = [(part, percent(share), Text(bar(share), "cyan")) for part, share in shares if share > 0]
         parts += [_newest(values, {**curves, "step_seconds": steps.total}), _panel("a step's time", rows)]
-        if ranks is None and len(numbers.rank_seconds) > 1:
-            ranks = _ranks_of_run(numbers)
+        if len(numbers.rank_seconds) > 1:
+            parts.append(_ranks(numbers))
     else:
         parts.append(Text("No step is complete yet."))
-    return Group(*parts, *([] if ranks is None else [ranks]), *_said("what happened", _events(run, now)))
-
-
-def job_screen(job: JsonFields, losses: Sequence[float], now: float) -> RenderableType:
-    """Show all that is known of a launch of which no folder is at hand. ``losses``: those that were seen."""
-    elapsed = duration(job.number("elapsed_s"))
-    title = Text.assemble((job.text("run", 200), "bold"), ("  running", "green"), f"  {elapsed}")
-    latest = JsonFields(job.mapping("latest"))
-    values = {name: latest.number(name) for name in latest.fields}
-    step, seconds = latest.number("step"), latest.number("step_seconds")
-    values["left_s"] = max(latest.number("total_steps") - step, 0.0) * seconds
-    newest = _newest(values, {"loss": losses}) if math.isfinite(step) else Text("No step is complete yet.")
-    lines = [
-        f"{duration(now - one.number('time'))} ago: {one.text('sentence', 300)}"
-        for one in job.objects("sentences")
-    ]
-    return Group(title, newest, ranks_now(job), *_said("what was said", lines))
+    if lines := _events(run, now):
+        parts.append(Panel(Text("\n".join(lines)), title="what happened", title_align="left"))
+    return Group(*parts)
 
 
 def sparkline(values: Iterable[float], width: int = SPARKLINE) -> str:
@@ -106,51 +85,6 @@ def sparkline(values: Iterable[float], width: int = SPARKLINE) -> str:
 def bar(share: float, width: int = BAR) -> str:
     """Draw a bar. ``share``: 0 to 1."""
     return "█" * round(min(max(share, 0.0), 1.0) * width) if math.isfinite(share) else ""
-
-
-def ranks_now(job: JsonFields) -> RenderableType:
-    """Show each rank's step and what it is doing now; silent ones are marked."""
-    ranks = job.objects("ranks")
-    several_hosts = len({one.text("host") for one in ranks}) > 1
-    rows = []
-    for one in ranks:
-        host = f" on {one.text('host', 60)}" if several_hosts else ""
-        words = [f"rank {whole(one.number('rank'))}{host}", f"step {whole(one.number('steps'))}"]
-        silent_s, still_s, ended = one.number("silent_s"), one.number("still_s"), one.text("ended", 100)
-        remark, colour = "", "blue" if ended else "green"
-        if not ended and silent_s >= STILL_S:
-            remark, colour = f"silent for {duration(silent_s)}", "red"
-        elif not ended and still_s >= STILL_S:
-            remark, colour = f"nothing done for {duration(still_s)}", "red"
-        rows.append(([*words, ended or one.text("part", 40) or "?"], one.number("own_s"), remark, colour))
-    return _ranks("ranks now: step, part of it, own seconds of a step", rows)
-
-
-def stacks_text(stacks: Iterable[JsonFields], lines: int = 200) -> str:
-    """Write what ranks were doing, those with the same stack together; of each so many of the innermost ``lines``."""
-    same: dict[str, list[JsonFields]] = {}
-    for one in sorted(stacks, key=lambda stack: stack.text("rank")):
-        stack = one.fields.get("stack")
-        found = stack.splitlines()[-lines:] if isinstance(stack, str) else []
-        # Lines stay lines, with their indentation.
-        shown = [" " * min(len(line) - len(line.lstrip(" ")), 40) + plain_text(line, 300) for line in found]
-        same.setdefault("\n".join(shown), []).append(one)
-    return "\n".join(
-        f"rank{'s' if len(ones) > 1 else ''} {', '.join(one.text('rank', 20) for one in ones)}, "
-        f"{ones[0].text('place', 300)}\n{text}\n"
-        for text, ones in same.items()
-    )
-
-
-def stacks_panel(stacks: Iterable[JsonFields]) -> RenderableType:
-    text = Text(stacks_text(stacks, STACK_LINES))
-    return Panel(text, title="stacks, innermost call last", title_align="left")
-
-
-def keys_line(notice: str) -> RenderableType:
-    """Show what the keys do, and below it what came of the last one."""
-    keys = Text("  ").join(Text.assemble((key, "reverse"), f" {what}") for key, what in KEYS.items())
-    return Group(keys, Text(notice, "bold")) if notice else keys
 
 
 def _title(run: RunHistory, numbers: RunNumbers, now: float) -> Text:
@@ -195,26 +129,23 @@ def _newest(values: Mapping[str, float], curves: Mapping[str, Iterable[float]]) 
     return _grid((title, text, beside.get(title, "")) for title, text in rows.items() if text)
 
 
-def _ranks_of_run(numbers: RunNumbers) -> RenderableType:
+def _ranks(numbers: RunNumbers) -> Panel:
+    """Show each rank's own seconds of a step, the slow ones first."""
     seconds, slow = numbers.rank_seconds, numbers.slow_ranks
-    rows = [
-        ([f"rank {rank}"], seconds[rank], f"slow: {digits(slow[rank])} times the median" if rank in slow else "",
-         "red" if rank in slow else "green")
-        for rank in sorted(range(len(seconds)), key=lambda rank: (rank not in slow, rank))
-    ]  # fmt: skip
-    return _ranks("ranks: own seconds of a step", rows)
-
-
-def _ranks(title: str, rows: Sequence[tuple[list[str], float, str, str]]) -> RenderableType:
-    """Return (words, own seconds of a step, remark, its colour) of each rank."""
-    longest = max((seconds for _, seconds, _, _ in rows if seconds > 0), default=math.nan)
-    cells: list[Sequence[str | Text]] = [
-        (*words, duration(seconds) if seconds > 0 else "", Text(bar(seconds / longest), colour), Text(remark, colour))
-        for words, seconds, remark, colour in rows[:MOST_RANKS]
-    ]  # fmt: skip
-    if len(rows) > MOST_RANKS:
-        cells.append([f"{len(rows) - MOST_RANKS} more"])
-    return _panel(title, cells or [["No rank has made an Accelerator yet."]])
+    longest = max((one for one in seconds if one > 0), default=math.nan)
+    order = sorted(range(len(seconds)), key=lambda rank: (rank not in slow, rank))
+    rows: list[Sequence[str | Text]] = [
+        (
+            f"rank {rank}",
+            duration(seconds[rank]) if seconds[rank] > 0 else "",
+            Text(bar(seconds[rank] / longest), "red" if rank in slow else "green"),
+            Text(f"slow: {digits(slow[rank])} times the median" if rank in slow else "", "red"),
+        )
+        for rank in order[:MOST_RANKS]
+    ]
+    if len(order) > MOST_RANKS:
+        rows.append([f"{len(order) - MOST_RANKS} more"])
+    return _panel("ranks: own seconds of a step", rows)
 
 
 def _events(run: RunHistory, now: float) -> list[str]:
@@ -227,10 +158,6 @@ def _events(run: RunHistory, now: float) -> list[str]:
             f"{ago}{step}: {plain_text(event.name, 40)}{f': {plain_text(what, 200)}' if what else ''}"
         )
     return lines
-
-
-def _said(title: str, lines: Sequence[str]) -> list[RenderableType]:
-    return [Panel(Text("\n".join(lines[-MOST_LINES:])), title=title, title_align="left")] if lines else []
 
 
 def _panel(title: str, rows: Iterable[Sequence[str | Text]]) -> Panel:

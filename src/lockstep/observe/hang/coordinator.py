@@ -26,9 +26,6 @@ from lockstep.observe.hang.records import Evidence, Message
 TELL_EVERY_S = 1.0
 # A rank that failed ends within seconds, and then its error is what ends the run.
 FAILED_LEAVE_S = 15.0
-# The number of a question that is not the coordinator's own.
-FOR_VIEWERS = "for people"
-MOST_RANKS_SHOWN = 512
 
 
 class Coordinator:
@@ -45,8 +42,6 @@ class Coordinator:
         self._questions = itertools.count(1)
         self._now = 0.0
         self.commits = 0
-        self.at_answer: Callable[[Evidence], None] = lambda evidence: None
-        """Is told what a rank does, after ``request_stacks``."""
         self.start_round(0)
 
     def start_round(self, world_size: int) -> None:
@@ -80,7 +75,7 @@ class Coordinator:
         if verb == "heartbeat":
             state.take_heartbeat(message, self._now)
         elif verb == "evidence":
-            self._take_evidence(rank, message)
+            self._hangs.take_answer(rank, message.get("question"), message.get("evidence", {}))
         elif verb == "stop_wanted":
             # This is newer than the last heartbeat.
             self._note_progress(state, message)
@@ -140,13 +135,6 @@ class Coordinator:
             peer.send({"kind": "watch.left", "rank": other})
         self._stop.tell(state)
 
-    def _take_evidence(self, rank: int, message: Message) -> None:
-        question = message.get("question")
-        if question == FOR_VIEWERS:
-            self.at_answer(replace(Evidence.from_message(message.get("evidence", {})), rank=rank))
-        else:
-            self._hangs.take_answer(rank, question, message.get("evidence", {}))
-
     def _note_progress(self, state: WatchedRank, message: Message) -> None:
         state.boundaries = max(
             state.boundaries, integer_of(message, "boundaries"), integer_of(message, "boundary")
@@ -187,17 +175,6 @@ class Coordinator:
         """Return rank 0's newest numbers of the run. Any thread may ask."""
         state = self._round.ranks.get(0)
         return {} if state is None else state.latest
-
-    def standing(self) -> list[dict[str, object]]:
-        """Return what is known of each rank, see ``view.py``."""
-        return ranks_of(self._round.ranks, self._round.ended, self._now)
-
-    def request_stacks(self) -> int:
-        """Have each rank say what it does, for ``at_answer``; returns how many were asked."""
-        asked = self._round.not_ended()
-        for state in asked:
-            state.peer.send({"kind": "watch.explain", "question": FOR_VIEWERS})
-        return len(asked)
 
     # Stopping together -------------------------------------------------------------------------------
 
@@ -241,27 +218,3 @@ class Coordinator:
             # The message grows with the ranks, so with many it comes less often.
             self._next_report = now + max(TELL_EVERY_S, self._round.world_size / 100)
             self._round.tell_first("ranks", **totals_of_ranks(self._round.ranks, self._round.world_size))
-
-
-def ranks_of(
-    ranks: Mapping[int, WatchedRank], ended: Mapping[int, EndedRank], now: float
-) -> list[dict[str, object]]:
-    """Describe each rank, by number, at most 512: ``rank``, ``host``, ``pid``; ``steps``, of which the loop has come to
-    the end; ``part`` of a step that it is in; ``still_s`` since it got anything done, ``silent_s`` since it was heard
-    of; ``own_s`` of a step without waits for others, ``step_s``; ``ended``, how, or ""."""
-    order = sorted(ranks)[:MOST_RANKS_SHOWN]
-    return [
-        {
-            "rank": rank,
-            "host": state.host[:200],
-            "pid": state.pid,
-            "steps": state.boundaries,
-            "part": "end_training" if state.is_ending or state.is_done else state.part,
-            "still_s": max(now - state.progressed, 0.0),
-            "silent_s": max(now - state.last_message_at, 0.0),
-            "own_s": state.local_s,
-            "step_s": state.step_s,
-            "ended": ended[rank].how if rank in ended else "",
-        }
-        for rank, state in ((rank, ranks[rank]) for rank in order)
-    ]

@@ -235,7 +235,7 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
         # A call of the library in which the script does the same on all of them, so that it is not to be mended.
         call, place = at.pop()
         fact = f"all ranks are in {call} at {place}, in collectives of which none ends"
-        return finding("slow", seen, fact, "Look at their stacks with `lockstep top`, and report them.")
+        return finding("slow", seen, fact, "Look at their stacks (py-spy dump --pid PID), and report them.")
     sides = grouped(((wait.key, wait.collective.operation), wait) for wait in waiting).values()
     parts = [
         (entered(side[0].collective, seen.get(side[0].rank)), [wait.rank for wait in side]) for side in sides

@@ -24,7 +24,6 @@ class WorkerConnection(Protocol):
     def send(self, message: dict[str, object]) -> None: ...
 
 
-LONGEST_WORD = 40
 MOST_NUMBERS = 32
 MOST = 1e300
 
@@ -35,7 +34,6 @@ class WatchedRank:
 
     Attributes:
         own: Numbers of its latest step, by name.
-        part: Of a step, in which its main thread was when it told so last.
         latest: What a progress line shows of the run, from rank 0; what is no finite number is a word.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
         is_ending: It is in ``end_training``, where waiting for the others is no hang.
@@ -54,9 +52,7 @@ class WatchedRank:
     boundaries: int = 0
     slowest_s: float = 0.0
     local_s: float = 0.0
-    step_s: float = 0.0
     own: Mapping[str, float] = field(default_factory=dict)
-    part: str = ""
     latest: Mapping[str, float | str] = field(default_factory=dict)
     passed: int | None = None
     is_ending: bool = False
@@ -81,10 +77,9 @@ class WatchedRank:
         self.waited_s = seconds_of(message, "waited_s")
         self.boundaries = integer_of(message, "boundaries")
         self.slowest_s = seconds_of(message, "slowest_s")
-        self.local_s, self.step_s = seconds_of(message, "local_s"), seconds_of(message, "step_s")
+        self.local_s = seconds_of(message, "local_s")
         own = message.get("own")
         self.own = own if isinstance(own, Mapping) else {}
-        self.part = text_of(message, "part")
         self.latest = numbers_of(message.get("latest"))
 
 
@@ -145,12 +140,6 @@ def seconds_of(message: Message, name: str) -> float:
     """Return a duration in a message; 0 where there is none."""
     value = message.get(name)
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
-
-
-def text_of(message: Message, name: str) -> str:
-    """Return a short word in a message; "" where there is none."""
-    value = message.get(name)
-    return value[:LONGEST_WORD] if isinstance(value, str) and value.isprintable() else ""
 
 
 def numbers_of(value: object) -> dict[str, float | str]:

@@ -149,18 +149,16 @@ class WorkerWatch:
         while not self._ended:
             self._connect_again()
             clock = self._clock
-            # Copies, as the main thread appends meanwhile.
-            durations, local = list(clock.durations_s), list(clock.local_s)
+            # A copy, as the main thread appends meanwhile.
+            local = list(clock.local_s)
             self.tell(
                 "heartbeat",
                 ticks=clock.ticks,
                 steps=clock.steps,
                 boundaries=clock.boundaries,
                 slowest_s=clock.slowest_s,
-                step_s=sum(durations) / len(durations) if durations else 0.0,
                 local_s=statistics.median(local) if local else 0.0,
                 own=dict(clock.own),
-                part=clock.parts.part,
                 waited_s=waited_of_main_thread_s(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
