@@ -1,14 +1,17 @@
 """The documentation says what the source does: its code runs, its commands parse, its tables are complete.
 
 A Python block after the comment ``<!-- runs -->`` is executed together with those before it on the page, one
-after ``<!-- sketch -->`` or without a comment is only compiled.
+after ``<!-- sketch -->`` or without a comment is only compiled. One after ``<!-- runs with LIBRARY -->`` is a script by
+itself, which prints the same on one process and on two. It is skipped if that library is not installed.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import click
@@ -21,13 +24,17 @@ from lockstep.compat.accelerate import ONLY_IN_ACCELERATE, OTHER_KEYS, SECTIONS,
 from lockstep.config import parse_yaml
 from lockstep.observe.trackers import TRACKERS
 from lockstep.utils import LoggerType
+from tests.command import LOCKSTEP
+from tests.compat.processes import ALONE
 from tests.warm_interpreter import WarmInterpreter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-BLOCK = re.compile(r"^(?:<!-- (runs|sketch) -->\n)?```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- (runs|sketch|runs with \w+) -->\n)?```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL
+)
 
 
 def blocks(name: str, language: str) -> list[tuple[bool, str]]:
@@ -52,6 +59,33 @@ def test_the_code_of_a_page_runs(warm_interpreter: WarmInterpreter, name: str, t
     assert exit_code == 0, f"{name}\n{output}"
 
 
+WITH_OTHERS = [
+    (name, mark.removeprefix("runs with "), text)
+    for name, page in TEXTS.items()
+    for mark, _, text in BLOCK.findall(page)
+    if mark.startswith("runs with ")
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "library", "text"), WITH_OTHERS, ids=[row[1] for row in WITH_OTHERS])
+def test_code_with_another_library_prints_the_same_on_two_processes(
+    warm_interpreter: WarmInterpreter, name: str, library: str, text: str, tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    script = tmp_path / "page.py"
+    script.write_text(text, encoding="utf-8")
+    exit_code, output = warm_interpreter.run(script)
+    assert exit_code == 0, f"{name}\n{output}"
+    command = [*LOCKSTEP, "launch", "--nproc", "2", "--run-dir", "no", str(script)]
+    done = subprocess.run(command, env=ALONE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+    printed = done.stdout.splitlines()
+    assert printed
+    assert [line for line in printed if line not in output.splitlines()] == [], output
+
+
 def commands() -> list[tuple[str, list[str]]]:
     """(page, words) of every ``lockstep`` command in a block, and of those with options and a script in the text."""
     found = []
@@ -71,7 +105,8 @@ def test_a_lockstep_command_parses(name: str, words: list[str]) -> None:
     context = subcommand.make_context(words[1], words[2:])
     if words[1] == "launch":
         script = context.params["script"]
-        assert script == "train.py" or (ROOT / script).is_file()
+        is_on_page = f"<!-- file: {script} -->" in TEXTS[name]
+        assert script == "train.py" or is_on_page or (ROOT / script).is_file()
 
 
 def test_every_option_of_launch_is_documented() -> None:

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,13 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
         c10d.probe()
         gloo.probe()
         gloo.gather_as_the_plain_one()
+    elif environment.launcher == "none" and _is_started_by_spawn():
+        warnings.warn(
+            "mp.spawn started this process, but nothing says how many there are, so it trains by itself. Call "
+            "init_process_group with rank and world_size before Accelerator(), or start the script by lockstep "
+            "launch.",
+            stacklevel=3,
+        )
     # Of a group that a script made by itself, all ranks count as ranks of one machine.
     _Process.runtime = Runtime(
         rank=dist.get_rank() if joined else environment.rank,
@@ -202,6 +210,12 @@ def start_runtime(cpu: bool = False, init: InitProcessGroupKwargs | None = None)
         backend=backend,
     )
     return _Process.runtime
+
+
+def _is_started_by_spawn() -> bool:
+    """Return whether a script's own ``torch.multiprocessing.spawn`` started this process, not ``notebook_launcher``."""
+    modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None)}
+    return "torch.multiprocessing.spawn" in modules and "lockstep.launch.functions" not in modules
 
 
 def forget() -> None:
