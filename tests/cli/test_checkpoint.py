@@ -152,7 +152,7 @@ def test_where_nothing_is_there_is_an_error_without_traceback(
     for place in (tmp_path, tmp_path / "none"):
         code, _, err = call(capsys, name, place)
         assert code == {"verify": 1, "show": 2}[name]
-        assert f"Error: There is no checkpoint at {place}" in err
+        assert f"lockstep: error: There is no checkpoint at {place}" in err
         assert err.count("\n") == 1
 
 
@@ -225,7 +225,10 @@ def test_merge_writes_the_weights_of_a_checkpoint(
 
     code, _, err = call(capsys, "merge", newest(saved).parent / "checkpoint_0", out_file)
     assert code == 2
-    assert err == f"Error: {out_file} exists and was left as it is. Use --force, or name another file.\n"
+    assert (
+        err
+        == f"lockstep: error: {out_file} exists and was left as it is. Use --force, or name another file.\n"
+    )
     assert hashlib.sha256(out_file.read_bytes()).hexdigest() == digest
     assert call(capsys, "merge", newest(saved).parent / "checkpoint_0", out_file, "--force")[0] == 0
     found, expected = load_file(out_file), load_file(saved / "expected_0.safetensors")
@@ -294,4 +297,4 @@ def test_import_pickle_prints_what_each_part_became_and_writes_a_checkpoint(
     assert f"Wrote {tmp_path}/new: weights, as save_model writes them." in out
     code, _, err = call(capsys, "import-pickle", tmp_path / "none", tmp_path / "new")
     assert code == 2
-    assert err.startswith("Error: ")
+    assert err.startswith("lockstep: error: ")

@@ -101,7 +101,7 @@ def test_the_users_own_file_is_used_and_said(
 ) -> None:
     assert call(capsys, "config", "--num-processes", 3, "--cpu")[0] == 0
     code, out, err = call(capsys, "launch", "--dry-run", script)
-    assert (code, err) == (0, f"lockstep launch: settings from {no_user_file}\n")
+    assert (code, err) == (0, f"lockstep: settings from {no_user_file}\n")
     assert "3 processes on this machine" in out
 
 
@@ -214,7 +214,7 @@ def test_bad_input_is_exit_code_2_and_one_message(
     code, _, err = call(capsys, *(str(script) if word == "SCRIPT" else word for word in arguments))
     assert code == 2
     assert message in err
-    assert err.count("Error: ") == 1
+    assert err.count("lockstep: error: ") == 1
     assert "Traceback" not in err
 
 
@@ -316,5 +316,5 @@ def test_what_a_launch_would_refuse_is_refused_before_the_script_runs(
     Path("script.py").write_text("open('ran', 'w')\n")
     code, out, err = call(capsys, command, *flags, "script.py")
     assert (code, out) == (2, "")
-    assert message in err and err.count("Error: ") == 1
+    assert message in err and err.count("lockstep: error: ") == 1
     assert not Path("ran").exists()

@@ -42,7 +42,7 @@ def test_each_rank_has_its_step_what_it_does_and_a_mark_if_something_is_wrong() 
     shown = {line.split("  ")[0].strip("│ "): line for line in lines}
     assert "20 of 100" in shown["step"] and "40 s left" in shown["step"]
     assert "2.5" in shown["loss"] and "█▁" in shown["loss"]
-    assert "64 samples/s, MFU 40 %" in shown["throughput"]
+    assert "64 samples/s, MFU 40%" in shown["throughput"]
     assert "forward" in shown["rank 1 on a"]
     assert "nothing done for 9 s" in shown["rank 0 on a"]
     assert "silent for 30 s" in shown["rank 2 on b"]

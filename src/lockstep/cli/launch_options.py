@@ -18,6 +18,10 @@ from lockstep.compat.accelerate.flags import (
 )
 from lockstep.config.settings import TOPICS
 
+KNOWS_RANKS = re.compile(
+    r"lockstep|accelerat|distributed|rank|dataparallel|lightning|fabric|deepspeed|horovod|trainer",
+    re.IGNORECASE,
+)
 TEE_VALUE = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
 """What torchrun's --tee takes: nothing, stdout, stderr or both, of all processes or of some."""
 
@@ -59,6 +63,15 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
         return []
     own = dashes(text)
     return [word for word in found if dashes(word).strip("-") not in own]
+
+
+def trains_alone(script: str) -> bool:
+    """Return whether the script's own text trains in plain torch, and has no word of any library that knows ranks."""
+    try:
+        text = Path(script).read_text(errors="replace")
+    except (OSError, ValueError):
+        return False
+    return ".backward(" in text and KNOWS_RANKS.search(text) is None
 
 
 def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:

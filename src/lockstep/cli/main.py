@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from lockstep import __version__
+from lockstep.cli.output import ERROR
 from lockstep.errors import LockstepError
 
 BAD_INPUT = 2
@@ -113,13 +114,13 @@ def main(argv: list[str] | None = None) -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(_printable(shown.getvalue()), err=True, nl=False)
+        click.echo(_printable(shown.getvalue().replace("Error: ", ERROR, 1)), err=True, nl=False)
         code = error.exit_code
     except click.Abort:
         click.echo("Aborted.", err=True)
         code = 130
     except LockstepError as error:
-        click.echo(f"Error: {_printable(str(error))}", err=True)
+        click.echo(f"{ERROR}{_printable(str(error))}", err=True)
         code = BAD_INPUT
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -23,10 +23,9 @@ STYLES = {
 }
 
 NOTES = (
-    "bubble: idle / (idle + useful) over all ranks, while any of them works. waiting: idle time between a rank's first "
-    "action and its last alone. step: its time with a stage's times as given, divided by the stages on a rank. in "
-    "flight: micro-batches whose activations a rank holds at most, in those of all its layers. Sending takes no time "
-    "here."
+    "bubble: idle share of all ranks, from the first action to the last. waiting: idle share of a rank between its "
+    "first and last action. step: how long one step takes, in the units of --times, divided by the stages on a rank. in "
+    "flight: the most micro-batches whose activations a rank holds at once. Sending takes no time here."
 )
 
 EPILOG = """\b

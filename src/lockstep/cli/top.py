@@ -52,8 +52,7 @@ Examples:
   lockstep top --every 0.5 runs/gpt
   lockstep top --once runs/gpt
 \b
-Keys, where the job can be reached: d dumps all ranks' stacks, x and then y has all ranks save and stop at the next
-step boundary, as SIGTERM does. q or Ctrl-C leaves, and leaves the run alone.
+Keys: d: show stacks. x, then y: save and stop after this step. q: quit top (the run continues).
 \b
 Exit codes: 0: the run was shown. 2: RUN is not the folder of a run, or nothing answers at HOST:PORT.
 """

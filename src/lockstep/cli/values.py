@@ -24,7 +24,8 @@ class Checked(click.ParamType):
         try:
             return self._parse(value)
         except ConfigError as error:
-            self.fail(str(error).removesuffix(".") + ".", param, ctx)
+            text = str(error)
+            self.fail(text if text.endswith(("?", ".")) else f"{text}.", param, ctx)
 
 
 class IntegerRange(click.IntRange):

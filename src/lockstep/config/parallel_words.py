@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -44,8 +45,12 @@ def known_word(name: str, known: Collection[str]) -> str:
     """``name``, if it is a field; raises ConfigError with the nearest one else."""
     if name not in known:
         words = [*(field for field in known if field != "strategy"), *Strategy.list()]
-        hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
-        raise ConfigError(f"parallel has no word {repr_short(name)}.{hint}")
+        near = re.fullmatch(r"([a-z_]+)[-:]?(\d+)", name.lower())
+        if near is not None and near[1] in known:
+            hint = f" Did you mean '{near[1]}={near[2]}'?"
+        else:
+            hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
+        raise ConfigError(f"parallel: {repr_short(name)} is an unknown word.{hint}")
     return name
 
 

@@ -21,7 +21,7 @@ from lockstep.observe.hang.hangs import WatchSettings
 # How long the others' launchers have to read why the launch ended, and to end their workers.
 LEAVE_LIMIT_S = 3.0
 MOST_NAMED = 16
-SPEAKER = "lockstep launch: "
+SPEAKER = "lockstep: "
 
 
 class CoordinatorServer:
@@ -98,7 +98,7 @@ class CoordinatorServer:
         if address not in self._refused_addresses and len(self._refused_addresses) < MOST_NAMED:
             self._refused_addresses.add(address)
             self._say(
-                f"lockstep launch: {address} was refused: it has another secret. Give every machine the same "
+                f"lockstep: {address} was refused: it has another secret. Give every machine the same "
                 "--secret-file or LOCKSTEP_SECRET."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.tree import StateDict
 from lockstep.errors import ConfigError, UsageError
+from lockstep.runtime.process import current_runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler, scale_by
@@ -57,6 +59,9 @@ class PreparedOptimizer(Optimizer):
         assert not optimizer.step_was_skipped
         ```
     """
+
+    _rate: float | None = None
+    """The learning rate at the last micro-batch; None: a new window begins."""
 
     def __init__(
         self,
@@ -172,7 +177,11 @@ class PreparedOptimizer(Optimizer):
 
     def _step_if_due(self, closure: object) -> object:
         if not self.gradient_state.sync_gradients:
+            self._compare_rate()
             return None
+        if self._rate is not None:
+            self._compare_rate()
+            self._rate = None
         self.gradient_state.stepping = True
         self.gradient_state.clock.enter("optimizer")
         try:
@@ -180,6 +189,19 @@ class PreparedOptimizer(Optimizer):
         finally:
             self.gradient_state.stepping = False
             self.gradient_state.clock.enter("other")
+
+    def _compare_rate(self) -> None:
+        """Warn once, on rank 0, of a learning rate that changes between the micro-batches of one step."""
+        rate = self.optimizer.param_groups[0].get("lr")
+        if isinstance(rate, float):
+            self._rate, before = rate, self._rate
+            runtime = current_runtime()
+            if before not in (None, rate) and (runtime is None or runtime.is_main):
+                warnings.warn(
+                    "The learning rate changes between the micro-batches of one step: a scheduler that was not "
+                    "prepared advances at each of them. Pass the scheduler to accelerator.prepare().",
+                    stacklevel=4,
+                )
 
     def _step(self, closure: Any) -> object:
         if self.gradient_state.being_saved is not None:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.format.documents import (
     Manifest,
     record_of,
 )
-from lockstep.checkpoint.format.tensors import index_from_bytes
+from lockstep.checkpoint.format.index import index_from_bytes
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError

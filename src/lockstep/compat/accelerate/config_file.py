@@ -6,6 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,6 +123,27 @@ def load(path: str | Path) -> LoadedConfig:
 
 def from_yaml(file: YamlFile) -> LoadedConfig:
     """Like :func:`load`, for a file that is already parsed."""
+    try:
+        return _loaded(file)
+    except ConfigError as error:
+        raise ConfigError(_with_lines(file, str(error))) from None
+
+
+def _with_lines(file: YamlFile, message: str) -> str:
+    """Return the message with the line of a key inside of a section, where it has that of the section."""
+    for path in file.lines:
+        section, key, at = (
+            re.escape(file.at(path[0])),
+            re.escape(path[-1]),
+            file.at(*path).replace("\\", r"\\"),
+        )
+        if len(path) == 2:
+            message = re.sub(rf"{section}: '?{key}'?(?![\w-])", at, message)
+            message = re.sub(rf"(?<![\w-])({key}=\S+) \({section}\)", rf"\1 ({at})", message)
+    return message
+
+
+def _loaded(file: YamlFile) -> LoadedConfig:
     values: dict[str, object] = {}
     file, warnings = _without_idle_sections(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)
