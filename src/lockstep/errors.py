@@ -58,7 +58,7 @@ class ConfigError(LockstepError, ValueError):
 
 
 class UsageError(LockstepError, RuntimeError):
-    """The library was called in an order or with objects that cannot give a correct result.
+    """A call came too early, too late, or with an object that was not prepared.
 
     Examples:
         ```python

@@ -14,7 +14,7 @@ import pytest
 
 from launch.helpers import COMMAND, alive, environment, wait_until
 
-pytest.importorskip("ray", reason="ray is not installed; pip install 'lockstep-torch[ray]'")
+pytest.importorskip("ray", reason="ray is not installed; pip install ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LIMIT_S = 400.0  # Ray itself starts a dozen processes, each of which imports its whole package

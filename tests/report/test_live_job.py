@@ -52,7 +52,7 @@ def test_each_rank_has_its_step_what_it_does_and_a_mark_if_something_is_wrong() 
 
 def test_a_launch_of_which_nothing_is_known_yet() -> None:
     text = text_of(job_screen(JsonFields({}), [], 100.0))
-    assert "No step is complete yet." in text and "No rank has made an Accelerator yet." in text
+    assert "No step is complete yet." in text and "No rank has an Accelerator: none was made yet" in text
 
 
 def test_equal_stacks_stand_together() -> None:

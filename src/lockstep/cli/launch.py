@@ -116,7 +116,9 @@ def _planned(
     asked = environment_settings(environ, settings["num_machines"].value)
     if asked.settings:
         settings["parallel"] = _with_words(settings["parallel"], asked.settings)
-    described = _described(settings["deepspeed_config_file"])
+    # Checked before anything starts.
+    json_file = settings["deepspeed_config_file"].value
+    described = Translation({}) if json_file is None else from_deepspeed(json_file)
     plan = make_plan(
         program,
         settings,
@@ -213,11 +215,6 @@ def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> Set
     together = merge_settings(asked, own)
     words = parallel_sources(together)
     return SettingValue(str(parallel_of(together)), joined_sources(words), words)
-
-
-def _described(setting: SettingValue) -> Translation:
-    """Return the DeepSpeed configuration, if there is one, checked before anything starts."""
-    return from_deepspeed(setting.value) if setting.value is not None else Translation({})
 
 
 def _without_effect(

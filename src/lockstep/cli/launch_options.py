@@ -57,20 +57,21 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     found = [word for word in dict.fromkeys(words) if dashes(word) in shown]
     if not found:
         return []
-    try:
-        text = Path(script).read_text(errors="replace")
-    except OSError:  # a module or another program
-        return []
-    own = dashes(text)
+    own = dashes(text_of(script))
     return [word for word in found if dashes(word).strip("-") not in own]
+
+
+def text_of(script: str) -> str:
+    """Return the text of a script; "" for a module or another program."""
+    try:
+        return Path(script).read_text(errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def trains_alone(script: str) -> bool:
     """Return whether the script's own text trains in plain torch, and has no word of any library that knows ranks."""
-    try:
-        text = Path(script).read_text(errors="replace")
-    except (OSError, ValueError):
-        return False
+    text = text_of(script)
     return ".backward(" in text and KNOWS_RANKS.search(text) is None
 
 

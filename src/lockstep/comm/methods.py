@@ -225,14 +225,17 @@ class CollectiveMethods:
         with self._communicating():
             gathered = self._communicator.gather(tensor)
         counts = self._step.counts
-        if counts is not None and counts.rows != counts.real and self.runtime.is_main:
-            rows = sum(counts.rows)
-            if any(leaf.shape[:1] == (rows,) for leaf in leaves(gathered).values()):
-                warnings.warn(
-                    f"gather returned {rows} rows of the last batch, which has {counts.total} samples: the others only "
-                    "fill it up. Use gather_for_metrics, which leaves them out, unless the script does that itself.",
-                    stacklevel=2,
-                )
+        rows = 0 if counts is None or counts.rows == counts.real else sum(counts.rows)
+        if (
+            rows
+            and self.runtime.is_main
+            and any(one.shape[:1] == (rows,) for one in leaves(gathered).values())
+        ):
+            warnings.warn(
+                f"gather returned {rows} rows of the last batch, of which some only fill it up. Use "
+                "gather_for_metrics, which leaves them out, unless the script does that itself.",
+                stacklevel=2,
+            )
         return gathered
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:

@@ -71,6 +71,11 @@ class Program:
         except (OSError, ValueError):
             # A name too long for the file system, or with a NUL.
             kind = "missing"
+        if not kind and Path(self.target).suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(
+                f"{self.target[:200]!r} is a configuration file, not a script. Write --config-file {self.target[:200]} "
+                "SCRIPT."
+            )
         if kind:
             what = "does not exist" if kind == "missing" else "is a directory without __main__.py"
             raise ConfigError(

@@ -49,7 +49,7 @@ KEYS = {"d": "dump all ranks' stacks", "x": "stop", "q": "leave"}
 def screen(run: RunHistory, now: float, job: JsonFields | None = None) -> RenderableType:
     """Show the folder of a run. ``now``: seconds since 1970. ``job``: what its launch tells of the ranks."""
     numbers = numbers_of(run, now)
-    ranks = None if job is None else ranks_now(job)
+    ranks = None if job is None or not job.objects("ranks") else ranks_now(job)
     parts: list[RenderableType] = [_title(run, numbers, now)]
     if run.has_steps:
         times, steps = numbers.step_times, run.steps
@@ -214,7 +214,9 @@ def _ranks(title: str, rows: Sequence[tuple[list[str], float, str, str]]) -> Ren
     ]  # fmt: skip
     if len(rows) > MOST_RANKS:
         cells.append([f"{len(rows) - MOST_RANKS} more"])
-    return _panel(title, cells or [["No rank has made an Accelerator yet."]])
+    return _panel(
+        title, cells or [["No rank has an Accelerator: none was made yet, or all ranks have ended."]]
+    )
 
 
 def _events(run: RunHistory, now: float) -> list[str]:

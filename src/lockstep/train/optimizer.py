@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lockstep.comm.tree import StateDict
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.process import current_runtime
 from lockstep.runtime.step import StepState
 from lockstep.train.clipping import OtherStages, clip_norm
 from lockstep.train.loss_scale import LossScaler, scale_by
@@ -60,8 +59,8 @@ class PreparedOptimizer(Optimizer):
         ```
     """
 
-    _rate: float | None = None
-    """The learning rate at the last micro-batch; None: a new window begins."""
+    # The learning rate at the last micro-batch of a window, and whether its change is still to be said.
+    _rate, _warns = None, True
 
     def __init__(
         self,
@@ -176,12 +175,10 @@ class PreparedOptimizer(Optimizer):
         return self._step_if_due(closure)
 
     def _step_if_due(self, closure: object) -> object:
+        if self._rate is not None or not self.gradient_state.sync_gradients:
+            self._compare_rate()
         if not self.gradient_state.sync_gradients:
-            self._compare_rate()
             return None
-        if self._rate is not None:
-            self._compare_rate()
-            self._rate = None
         self.gradient_state.stepping = True
         self.gradient_state.clock.enter("optimizer")
         try:
@@ -191,17 +188,16 @@ class PreparedOptimizer(Optimizer):
             self.gradient_state.clock.enter("other")
 
     def _compare_rate(self) -> None:
-        """Warn once, on rank 0, of a learning rate that changes between the micro-batches of one step."""
-        rate = self.optimizer.param_groups[0].get("lr")
-        if isinstance(rate, float):
-            self._rate, before = rate, self._rate
-            runtime = current_runtime()
-            if before not in (None, rate) and (runtime is None or runtime.is_main):
-                warnings.warn(
-                    "The learning rate changes between the micro-batches of one step: a scheduler that was not "
-                    "prepared advances at each of them. Pass the scheduler to accelerator.prepare().",
-                    stacklevel=4,
-                )
+        """Warn once of a learning rate that changes between the micro-batches of one step."""
+        rate, before = self.optimizer.param_groups[0].get("lr"), self._rate
+        self._rate = None if self.gradient_state.sync_gradients else rate
+        if before is not None and rate != before and self._warns:
+            self._warns = False
+            warnings.warn(
+                "The learning rate changes between the micro-batches of one step: a scheduler that was not "
+                "prepared advances at each of them. Pass the scheduler to accelerator.prepare().",
+                stacklevel=4,
+            )
 
     def _step(self, closure: Any) -> object:
         if self.gradient_state.being_saved is not None:

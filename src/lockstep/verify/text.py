@@ -186,15 +186,15 @@ def _agreement(verdict: ParityVerdict) -> str:
     if not number:
         return "Nothing was compared: the two runs have no tensor in common."
     steps = facts.steps_compared or len({one.item.step for one in verdict.ratios if one.item.step})
-    most = ""
+    most = "."
     if largest is not None and largest.ratio > 0:
         what = f"{place(largest.item)}: {named(largest.item, facts)}"
-        most = f" The largest difference ({what}) is {percent(largest.ratio)} of the tolerance."
+        most = f". The largest difference ({what}) is {percent(largest.ratio)} of the tolerance."
     elif largest is not None:
-        most = " They agree bit for bit."
+        most = " bit for bit."
     return (
         f"OK: {count(facts.nproc, 'rank')}{with_} {'matches' if facts.nproc == 1 else 'match'} {of}: "
-        f"{count(number, 'tensor')} of {count(steps, 'step')} {'agrees' if number == 1 else 'agree'}.{most}"
+        f"{count(number, 'tensor')} of {count(steps, 'step')} {'agrees' if number == 1 else 'agree'}{most}"
     )
 
 

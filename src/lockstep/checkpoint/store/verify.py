@@ -45,7 +45,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     path = f"{directory}/{MANIFEST}"
     try:
         content = store.read(path, LIMIT)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if store.exists(directory):
             raise NoManifestError(
                 f"{directory} is no checkpoint, or is damaged: {MANIFEST} is missing. Pass a directory that "

@@ -118,6 +118,8 @@ def load(path: str | Path) -> LoadedConfig:
     Raises:
         ConfigError: one message with file, line, key and the nearest valid name.
     """
+    if Path(path).suffix == ".py":
+        raise ConfigError(f"{path} is a script, not a configuration file. Write: --config-file FILE {path}")
     return from_yaml(read_yaml(path))
 
 
@@ -126,7 +128,8 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     try:
         return _loaded(file)
     except ConfigError as error:
-        raise ConfigError(_with_lines(file, str(error))) from None
+        text = _with_lines(file, str(error))
+        raise ConfigError(text if text.startswith(file.name) else f"{file.name}: {text}") from None
 
 
 def _with_lines(file: YamlFile, message: str) -> str:
@@ -173,14 +176,10 @@ def _loaded(file: YamlFile) -> LoadedConfig:
     gpus = file.at("distributed_type") if file.data.get("distributed_type") in DEVICE_TYPES else ""
     origins = _origins(file, values)
     config = _validate(file, values)
-    try:
-        spread = _spread(file, config)
-        if not spread.settings:
-            return LoadedConfig(config, origins, [*warnings, *spread.warnings], gpus=gpus)
-        added, words = _settings(file, config, spread.settings)
-    except ConfigError as error:
-        begins = str(error).startswith(file.name)
-        raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
+    spread = _spread(file, config)
+    if not spread.settings:
+        return LoadedConfig(config, origins, [*warnings, *spread.warnings], gpus=gpus)
+    added, words = _settings(file, config, spread.settings)
     if "parallel" in added:
         origins["parallel"] = joined_sources(words)
     names = {"num_processes": "processes"}
@@ -266,10 +265,7 @@ def _settings(
             config.num_processes, f"num_processes={config.num_processes} ({file.name})"
         )
     together = merge_settings(asked, own)
-    try:
-        parallel = parallel_of(together)
-    except ConfigError as error:
-        raise ConfigError(f"{next(iter(asked.values())).source}: {error}") from None
+    parallel = parallel_of(together)
     settings = {name: setting.value for name, setting in together.items() if name in IN_FILES}
     if any(name in together for name in PARALLEL_FIELDS):
         settings["parallel"] = str(parallel)

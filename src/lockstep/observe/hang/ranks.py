@@ -27,8 +27,6 @@ class WorkerConnection(Protocol):
 LONGEST_WORD = 40
 MOST_NUMBERS = 32
 MOST = 1e300
-EVALUATED = 3
-"""Batches that were asked for, and calls without gradients, after which a first pass is over."""
 
 
 @dataclass
@@ -68,8 +66,8 @@ class WatchedRank:
 
     @property
     def evaluates(self) -> bool:
-        """It has been through some batches or calls, and is in no pass of training: nothing is left to compile."""
-        return self.ticks >= EVALUATED and self.part not in ("forward", "backward", "optimizer")
+        """It has been through two batches or calls, and is in no pass of training: nothing is left to compile."""
+        return self.ticks >= 3 and self.part not in ("forward", "backward", "optimizer")
 
     @property
     def is_done(self) -> bool:
