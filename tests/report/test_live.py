@@ -76,7 +76,7 @@ def test_without_a_terminal_it_is_shown_once(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_refused(capsys, ["top", str(tmp_path)], "so it is no run's folder")
+    check_refused(capsys, ["top", str(tmp_path)], "Give the folder of a run")
 
 
 def test_in_a_terminal_it_follows_the_run_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _with_lines(file: YamlFile, message: str) -> str:
             re.escape(path[-1]),
             file.at(*path).replace("\\", r"\\"),
         )
-        if len(path) == 2:
+        if len(path) == 2 and path[1].isidentifier():
             message = re.sub(rf"{section}: '?{key}'?(?![\w-])", at, message)
             message = re.sub(rf"(?<![\w-])({key}=\S+) \({section}\)", rf"\1 ({at})", message)
     return message
