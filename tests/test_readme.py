@@ -92,6 +92,9 @@ def test_the_check_says_what_the_readme_shows(tmp_path: Path) -> None:
     (command,) = (command for command in RUN if command.startswith("lockstep check"))
     (shown,) = (text for text in blocks("text") if "match one process" in text)
     assert run(command.split(), tmp_path).split(" agree")[0] == shown.split(" agree")[0]
+    picture = (ROOT / "docs/images/terminal.svg").read_text(encoding="utf-8").replace("&#160;", " ")
+    assert shown.strip() in picture  # one answer of one command
+    assert "`pip install lockstep` installs another project" in README
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if "--dry-run" in command])
