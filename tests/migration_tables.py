@@ -44,7 +44,7 @@ def modules() -> str:
                 here = "`lockstep.utils`: the names of all modules below it"
                 left_out = []
             rows.append([f"`{module}`", here or "none", f"{len(offered)}", quoted(left_out, 4)])
-    return table(["module", "here", "names", "left out"], rows)
+    return table(["module", "Lockstep", "names", "left out"], rows)
 
 
 def reasons() -> str:
@@ -62,7 +62,7 @@ def commands() -> str:
     for name, (_, text) in COMMANDS_OF_ACCELERATE.items():
         alike = f"`lockstep {name}`, " if name in OWN_COMMANDS else ""
         rows.append([f"`accelerate {name}`", f"{alike}`lockstep accelerate {name}`", text])
-    return table(["there", "here", "what it does"], rows)
+    return table(["Accelerate", "Lockstep", "what it does"], rows)
 
 
 def options() -> str:

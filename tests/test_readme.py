@@ -90,8 +90,11 @@ def test_the_report_of_a_run_says_how_it_ended(tmp_path: Path) -> None:
 def test_the_check_says_what_the_readme_shows(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (command,) = (command for command in RUN if command.startswith("lockstep check"))
-    (shown,) = (text for text in blocks("text") if "compute what one process computes" in text)
-    assert run(command.split(), tmp_path).split("(")[0] == shown.split("(")[0]
+    (shown,) = (text for text in blocks("text") if "match one process" in text)
+    assert run(command.split(), tmp_path).split(" agree")[0] == shown.split(" agree")[0]
+    picture = (ROOT / "docs/images/terminal.svg").read_text(encoding="utf-8").replace("&#160;", " ")
+    assert shown.strip() in picture  # one answer of one command
+    assert "`pip install lockstep` installs another project" in README
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if "--dry-run" in command])

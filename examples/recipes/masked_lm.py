@@ -28,7 +28,7 @@ IGNORED = -100  # the label of a byte that was not hidden
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and labels [length] of windows of text: 15 % are to be guessed, of which 80 % are masked, 10 % random."""
+    """Inputs and labels [length] of windows of text: 15% are to be guessed, of which 80% are masked, 10% random."""
 
     def __init__(self, windows: Dataset[Tensor], seed: int) -> None:
         self.windows, self.seed, self.epoch = windows, seed, 0

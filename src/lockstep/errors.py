@@ -18,8 +18,6 @@ Every message is one sentence on what is wrong, with the numbers, and one on wha
 
 from __future__ import annotations
 
-from lockstep.distribution import install_command
-
 
 class LockstepError(Exception):
     """The base class of every exception that Lockstep raises on purpose.
@@ -60,7 +58,7 @@ class ConfigError(LockstepError, ValueError):
 
 
 class UsageError(LockstepError, RuntimeError):
-    """The library was called in an order or with objects that cannot give a correct result.
+    """A call came too early, too late, or with an object that was not prepared.
 
     Examples:
         ```python
@@ -283,6 +281,6 @@ class MissingExtraError(LockstepError, ImportError):
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(
-            f"{feature} needs the package '{package}', which is not installed. "
-            f"Install it with: {install_command(extra)}"
+            f"{feature} needs the package '{package}', which is not installed. Install it with: pip install {package} "
+            f"(in a folder of the source of Lockstep: pip install '.[{extra}]')"
         )

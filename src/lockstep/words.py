@@ -85,8 +85,8 @@ def digits(number: float, significant: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share: 43 %; 4.3 %; 0.04 %."""
-    return f"{digits(share * 100, 2 if abs(share) < 0.995 else 3)} %" if math.isfinite(share) else "?"
+    """Write a share: 43%; 4.3%; 0.04%."""
+    return f"{digits(share * 100, 2 if abs(share) < 0.995 else 3)}%" if math.isfinite(share) else "?"
 
 
 def date(seconds: float) -> str:

@@ -21,5 +21,5 @@ def check_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], mess
     code, out, err = call(capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in err
-    assert err.count("Error: ") == 1
+    assert err.count("lockstep: error: ") == 1
     assert len(err) < 500

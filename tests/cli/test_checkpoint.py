@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +153,19 @@ def test_where_nothing_is_there_is_an_error_without_traceback(
 ) -> None:
     for place in (tmp_path, tmp_path / "none"):
         code, _, err = call(capsys, name, place)
-        assert code == {"verify": 1, "show": 2}[name]
-        assert f"Error: There is no checkpoint at {place}" in err
+        assert code == 2
+        assert f"lockstep: error: There is no checkpoint at {place}" in err
         assert err.count("\n") == 1
+
+
+def test_show_has_step_and_epoch_and_imports_no_torch(saved: Path) -> None:
+    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+    program += "from lockstep.cli import run_lockstep; run_lockstep()"
+    command = [sys.executable, "-c", program, "checkpoint", "show", str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    titles, newest_one, *_, imported = done.stdout.splitlines()
+    assert titles.split()[:4] == ["checkpoint", "saved", "step", "epoch"] and imported == "False"
+    assert newest_one.split()[2] == "3"  # optimizer steps
 
 
 def test_show_tells_who_saved_what(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
@@ -225,7 +237,10 @@ def test_merge_writes_the_weights_of_a_checkpoint(
 
     code, _, err = call(capsys, "merge", newest(saved).parent / "checkpoint_0", out_file)
     assert code == 2
-    assert err == f"Error: {out_file} exists and was left as it is. Use --force, or name another file.\n"
+    assert (
+        err
+        == f"lockstep: error: {out_file} exists and was left as it is. Use --force, or name another file.\n"
+    )
     assert hashlib.sha256(out_file.read_bytes()).hexdigest() == digest
     assert call(capsys, "merge", newest(saved).parent / "checkpoint_0", out_file, "--force")[0] == 0
     found, expected = load_file(out_file), load_file(saved / "expected_0.safetensors")
@@ -294,4 +309,4 @@ def test_import_pickle_prints_what_each_part_became_and_writes_a_checkpoint(
     assert f"Wrote {tmp_path}/new: weights, as save_model writes them." in out
     code, _, err = call(capsys, "import-pickle", tmp_path / "none", tmp_path / "new")
     assert code == 2
-    assert err.startswith("Error: ")
+    assert err.startswith("lockstep: error: ")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def test_the_users_own_file_is_used_and_said(
 ) -> None:
     assert call(capsys, "config", "--num-processes", 3, "--cpu")[0] == 0
     code, out, err = call(capsys, "launch", "--dry-run", script)
-    assert (code, err) == (0, f"lockstep launch: settings from {no_user_file}\n")
+    assert (code, err) == (0, f"lockstep: settings from {no_user_file}\n")
     assert "3 processes on this machine" in out
 
 
@@ -110,7 +111,7 @@ def test_config_asks_when_nothing_is_said(
 ) -> None:
     import io
 
-    answers = "2 1 10.0.0.1 29500 y 4 bf16 zero=3 y y 8"
+    answers = "2 1 10.0.0.1 29500 y 4 bf16 3 y y 8"
     monkeypatch.setattr("sys.stdin", io.StringIO(answers.replace(" ", "\n") + "\n"))
     assert call(capsys, "config")[0] == 0
     written = yaml.safe_load(no_user_file.read_text())
@@ -214,8 +215,68 @@ def test_bad_input_is_exit_code_2_and_one_message(
     code, _, err = call(capsys, *(str(script) if word == "SCRIPT" else word for word in arguments))
     assert code == 2
     assert message in err
-    assert err.count("Error: ") == 1
+    assert err.count("lockstep: error: ") == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel", "zero3"], "Did you mean 'zero=3'?\n"),
+        (["--parallel", "TP-2"], "Did you mean 'tp=2'?\n"),
+        (["--nnodes", "2"], "--nnodes is 2, but --main-process-ip is not set"),
+        (["--nnodes", "2"], "Add --rdzv HOST:PORT to the command on every machine"),
+        (["--nnodes", "2", "--rdzv", "a:1", "--node-rank", "5"], "--node-rank is 5 with --nnodes 2"),
+        (["--nproc", "2", "--gpu-ids", "0"], "--gpu-ids names 1 GPUs"),
+        (["--parallel", "fsdp"], "Did you mean 'zero=3'?\n"),
+        (["run.yaml"], "Write --config-file run.yaml SCRIPT"),
+    ],
+)
+def test_errors_have_the_words_that_were_typed(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(script.parent)
+    Path("run.yaml").touch()
+    code, _, err = call(capsys, "launch", *arguments, script)
+    assert (
+        code == 2 and message in err and not re.search(r"num_machines|machine_rank|gpu_ids|main_process", err)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        (
+            "import torch\nloss.backward()\n",
+            ["--nproc", "2"],
+            "each of the 2 processes trains the whole script",
+        ),
+        ("import torch\nloss.backward()\n", ["--nproc", "1"], ""),
+        ("import torch.distributed as dist\nloss.backward()\n", ["--nproc", "2"], ""),
+        ("from trainer import main\nmain()\n", ["--nproc", "2"], ""),
+        ("import lockstep\n", ["--nproc", "2", "--gpu-ids", "0,1"], "--gpu-ids asks for GPUs"),
+    ],
+)
+def test_a_launch_says_what_a_script_will_not_do(
+    text: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str], script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    script.write_text(text)
+    code, _, err = call(capsys, "launch", *flags, "--dry-run", script)
+    assert code == 0 and (said in err if said else err == "")
+
+
+def test_the_package_is_the_command_too() -> None:
+    command = [sys.executable, "-m", "lockstep", "launch", "nothing.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(
+        "lockstep: error: the script 'nothing.py' does not exist."
+    )
 
 
 @pytest.mark.parametrize("arguments", [["help"], ["help", "launch"], ["help", "checkpoint", "verify"]])
@@ -243,7 +304,7 @@ def test_a_flag_after_the_script_is_noticed_unless_the_script_knows_it(
     )
     code, _, said = call(capsys, *arguments)
     assert code == 0
-    assert [line.split()[2] for line in said.splitlines()] == ["--nproc", "--mixed_precision"]
+    assert [line.split()[1] for line in said.splitlines()] == ["--nproc", "--mixed_precision"]
     assert f"write it before {script}" in said
     script.write_text('parser.add_argument("--nproc", "--mixed-precision")')
     assert call(capsys, *arguments)[2] == ""
@@ -316,5 +377,5 @@ def test_what_a_launch_would_refuse_is_refused_before_the_script_runs(
     Path("script.py").write_text("open('ran', 'w')\n")
     code, out, err = call(capsys, command, *flags, "script.py")
     assert (code, out) == (2, "")
-    assert message in err and err.count("Error: ") == 1
+    assert message in err and err.count("lockstep: error: ") == 1
     assert not Path("ran").exists()

@@ -113,7 +113,7 @@ def test_bad_input_is_exit_code_2_and_one_message(
 ) -> None:
     code, out, err = call(capsys, "config", "convert", write(name, content))
     assert (code, out) == (2, "")
-    assert err.count("Error: ") == 1 and sentence in err.partition("Error: ")[2]
+    assert err.count("lockstep: error: ") == 1 and sentence in err.partition("lockstep: error: ")[2]
 
 
 def test_keys_of_services_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from launch.helpers import COMMAND, alive, environment, wait_until
 
-pytest.importorskip("ray", reason="ray is not installed; pip install 'lockstep-torch[ray]'")
+pytest.importorskip("ray", reason="ray is not installed; pip install ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LIMIT_S = 400.0  # Ray itself starts a dozen processes, each of which imports its whole package
@@ -98,7 +98,7 @@ def test_the_traceback_of_the_failing_rank_comes_once_with_its_exit_code(tmp_pat
     assert process.returncode == 1
     assert len(re.findall(r"\) (?:\[rank1\]: )?ValueError: on purpose$", err, flags=re.MULTILINE)) == 1, err
     assert err.rstrip().endswith(
-        "lockstep launch: rank 1 failed first (ValueError: on purpose); the other process was ended."
+        "lockstep: rank 1 failed first (ValueError: on purpose); the other process was ended."
     )
 
 

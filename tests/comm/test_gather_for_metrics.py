@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from typing import Any
 
@@ -65,3 +66,22 @@ def test_each_sample_is_there_once_in_its_form(run_distributed: Any, world_size:
         for found in run_distributed(gathered, world_size, samples):
             for name, data in expected.items():
                 assert found[name] == data, (name, samples)
+
+
+def warned_of_gather(samples: int) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=2))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            accelerator.gather(batch)
+            accelerator.gather(torch.ones(3))  # not of the batch
+    end_runtime()
+    return [str(one.message) for one in caught if one.filename == __file__]
+
+
+def test_gather_of_rows_that_only_fill_up_the_last_batch_names_the_better_call(run_distributed: Any) -> None:
+    assert run_distributed(warned_of_gather, 2, 8) == [[], []]
+    (said,), others = run_distributed(warned_of_gather, 2, 5)
+    assert "4 rows of the last batch" in said and "gather_for_metrics" in said
+    assert others == []

@@ -43,7 +43,7 @@ def test_what_is_no_plain_file_is_named_wherever_settings_are_read(
             read(name)
     for flag in ("--config-file", "--deepspeed-config-file", "--hostfile"):
         code, out, err = call(capsys, *LAUNCH[:1], flag, name, *LAUNCH[1:])
-        assert (code, out) == (2, "") and KINDS[name] in err and err.count("Error: ") == 1
+        assert (code, out) == (2, "") and KINDS[name] in err and err.count("lockstep: error: ") == 1
     for variable in ("LOCKSTEP_CONFIG_FILE", "LOCKSTEP_DEEPSPEED_CONFIG_FILE"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, name)

@@ -88,7 +88,7 @@ class Recipe:
         return [str(folder if argument is OUT else argument) for argument in self.arguments]
 
 
-AGREES = "compute what one process computes"
+AGREES = "match one process"
 SPANNING = "which one process has only one after another"
 TWO = "makes two Accelerators that prepare objects"
 RECIPES = [

@@ -33,7 +33,7 @@ def test_a_run_without_progress_is_not_started_for_ever(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert (tmp_path / "starts").read_text() == "xxx"
     assert done.stderr.count("restart 1 of 50: rank 0 failed (exit code 3); resuming.") == 1
-    assert "lockstep launch: rank 0 failed first (exit code 3)." in done.stderr
+    assert "lockstep: rank 0 failed first (exit code 3)." in done.stderr
     assert "3 rounds in a row ended without a new checkpoint" in done.stderr.splitlines()[-1]
 
 
@@ -61,9 +61,9 @@ def test_used_up_restarts_end_the_run_with_the_failing_rank_s_code(tmp_path: Pat
     assert done.returncode == 9
     said = [line for line in done.stderr.splitlines() if line.startswith("lockstep launch:")]
     assert said == [
-        "lockstep launch: restart 1 of 1: rank 1 failed (exit code 9); resuming.",
-        "lockstep launch: rank 1 failed first (exit code 9); the other process was ended.",
-        "lockstep launch: The one restart was used.",
+        "lockstep: restart 1 of 1: rank 1 failed (exit code 9); resuming.",
+        "lockstep: rank 1 failed first (exit code 9); the other process was ended.",
+        "lockstep: The one restart was used.",
     ]
     assert sorted(path.name for path in (tmp_path / "logs").glob("*.err")) == [
         "rank-0.err",
@@ -78,7 +78,7 @@ def test_exit_code_75_of_the_workers_is_that_of_the_launch_and_no_failure(tmp_pa
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(0.5)\nsys.exit(75)\n")
     done = run("--nproc", 2, "--max-restarts", 3, script)
     assert done.returncode == 75
-    assert done.stderr == "lockstep launch: all ranks stopped and saved their state.\n"
+    assert done.stderr == "lockstep: all ranks stopped and saved their state.\n"
 
 
 # -- two machines --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_who_does_not_know_the_secret_or_runs_something_else_is_refused(
     assert hosting.stderr is not None
     place = f"127.0.0.1:{machines.port}"
     assert hosting.stderr.readline() == (
-        f"lockstep launch: machine 0 ({socket.gethostname()}) waits for machine 1 at {place}.\n"
+        f"lockstep: machine 0 ({socket.gethostname()}) waits for machine 1 at {place}.\n"
     )
     stranger = machines.start("2", 1, script, LOCKSTEP_SECRET="ab" * 32)
     confused = machines.start("2", 1, other_script)

@@ -110,6 +110,4 @@ def test_without_an_answer_workers_are_new_processes(monkeypatch: pytest.MonkeyP
     said: list[str] = []
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert ForkServer((sys.executable, "train.py"), said.append).fork(0, (), os.environ, None, None) is None
-    assert said == [
-        "lockstep launch: the process of --warm-restarts did not answer; workers import torch anew."
-    ]
+    assert said == ["lockstep: the process of --warm-restarts did not answer; workers import torch anew."]

@@ -209,7 +209,7 @@ def test_the_exit_code_is_that_of_the_machine_that_failed_first(then: str, code:
 
 def test_output_has_its_host_and_what_both_launchers_say_is_said_once(fakes: Fakes) -> None:
     failed = "rank 1 ' + ('failed first' if 'hosta' in sys.argv else 'on hosta failed')"
-    said = f"sys.stderr.write('lockstep launch: all the same.\\nlockstep launch: {failed} + ' (boom).\\n')"
+    said = f"sys.stderr.write('lockstep: all the same.\\nlockstep: {failed} + ' (boom).\\n')"
     fakes.recorder("ssh", f"print('from', sys.argv[-2], flush=True)\nprint('no line end', end='')\n{said}")
     done = run("--hosts", "hosta:1,hostb:1", "--no-python", "true")
     assert sorted(done.stdout.splitlines()) == [
@@ -218,7 +218,7 @@ def test_output_has_its_host_and_what_both_launchers_say_is_said_once(fakes: Fak
         "[hostb] from hostb",
         "[hostb] no line end",
     ]
-    first, second = sorted(line.partition("] lockstep launch: ")[2] for line in done.stderr.splitlines())
+    first, second = sorted(line.partition("] lockstep: ")[2] for line in done.stderr.splitlines())
     assert first == "all the same."
     assert second in ("rank 1 failed first (boom).", "rank 1 on hosta failed (boom).")
 

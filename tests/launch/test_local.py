@@ -99,9 +99,7 @@ def test_no_process_survives_the_launcher_not_even_workers_children(name: str, t
     is_stop = name == "SIGUSR1"
     assert launcher.returncode == (75 if is_stop else -9)
     if is_stop:
-        said = (
-            f"lockstep launch: ended by {name} before the first step of an Accelerator; nothing was saved.\n"
-        )
+        said = f"lockstep: ended by {name} before the first step of an Accelerator; nothing was saved.\n"
         assert stderr == said
 
 
@@ -125,7 +123,7 @@ def test_ranks_that_fail_alike_show_one_traceback(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert done.stderr.count("ValueError: the same on all") == 2
-    assert "lockstep launch: all 3 ranks failed alike (ValueError: the same on all).\n" in done.stderr
+    assert "lockstep: all 3 ranks failed alike (ValueError: the same on all).\n" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,7 @@ def test_the_first_failing_rank_is_shown_once_its_consequences_are_not_and_all_e
     assert done.returncode == code
     assert done.stderr.count("Traceback (most recent call last)") == tracebacks
     assert done.stderr.count(cause) == tracebacks + 1
-    last = f"lockstep launch: rank 1 failed first ({cause}); the other process was ended."
+    last = f"lockstep: rank 1 failed first ({cause}); the other process was ended."
     assert last in done.stderr.splitlines()
     assert took < ENDED_WITHIN_S
 
@@ -174,7 +172,7 @@ def test_a_rank_that_ignores_the_polite_signal_is_ended_too(tmp_path: Path) -> N
     done = run("--nproc", 2, script, tmp_path / "ready", tmp_path / "when")
     assert time.time() - float((tmp_path / "when").read_text()) < ENDED_WITHIN_S
     assert done.returncode == 7
-    assert done.stderr == "lockstep launch: rank 1 failed first (exit code 7); the other process was ended.\n"
+    assert done.stderr == "lockstep: rank 1 failed first (exit code 7); the other process was ended.\n"
 
 
 def test_with_log_files_the_traceback_of_the_failing_rank_is_still_shown(tmp_path: Path) -> None:

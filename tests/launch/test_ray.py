@@ -117,7 +117,7 @@ time.sleep(60)
     err = capfd.readouterr().err
     # The traceback; the script has no Accelerator to report it.
     assert err.count("ValueError: on purpose") == 1
-    assert err.count("lockstep launch: rank 1 failed first (exit code 1)") == 1
+    assert err.count("lockstep: rank 1 failed first (exit code 1)") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -134,7 +134,7 @@ def test_a_failure_ends_the_round_everywhere_and_all_join_the_next() -> None:
     launch.watch.steps = 12
     launch.fail("b", rank=2, summary="ended by SIGKILL", code=137)
     assert launch.said == [
-        "lockstep launch: restart 1 of 9: rank 2 on host-b failed (ended by SIGKILL) after 12 steps of its round; "
+        "lockstep: restart 1 of 9: rank 2 on host-b failed (ended by SIGKILL) after 12 steps of its round; "
         "resuming."
     ]
     assert launch.peers["a"].kinds() == launch.peers["b"].kinds() == ["end"]
@@ -219,7 +219,7 @@ def test_a_hang_that_lasted_too_long_is_a_failure_with_a_code_of_its_own() -> No
     launch = two_machines(restarts=1)
     launch.watch.verdict = SimpleNamespace(sentence="rank 1 is stopped.")
     launch.wait(0.2)
-    assert launch.said == ["lockstep launch: restart 1 of 1: it hung: rank 1 is stopped; resuming."]
+    assert launch.said == ["lockstep: restart 1 of 1: it hung: rank 1 is stopped; resuming."]
     assert launch.watch.reasons == [("hang", "", None)]
     launch.join("a", epoch="this")
     launch.join("b", epoch="this")
@@ -269,7 +269,7 @@ def test_the_host_says_once_whom_it_turns_away() -> None:
             )
     server.close()
     assert messages.lines == [
-        "lockstep launch: 127.0.0.1 was refused: it has another secret. Give every machine the same --secret-file "
+        "lockstep: 127.0.0.1 was refused: it has another secret. Give every machine the same --secret-file "
         "or LOCKSTEP_SECRET."
     ]
 

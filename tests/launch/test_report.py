@@ -35,10 +35,7 @@ def test_exit_codes_are_those_of_a_shell() -> None:
 
 def test_the_last_line_names_rank_error_and_the_rest() -> None:
     text = describe_failure(reported(1, False, 0), num_processes=4)
-    assert (
-        text
-        == "lockstep launch: rank 1 failed first (ValueError: of rank 1); the other 3 processes were ended."
-    )
+    assert text == "lockstep: rank 1 failed first (ValueError: of rank 1); the other 3 processes were ended."
 
 
 def test_a_report_of_another_format_is_tolerated() -> None:

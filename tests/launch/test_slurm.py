@@ -161,7 +161,7 @@ def test_srun_gets_the_document_and_signals_and_a_stopped_job_is_requeued(
     fakes.recorder(
         "srun",
         f"open({str(ready)!r}, 'w').close()\nline = sys.stdin.buffer.readline()\nopen({str(got)!r}, 'wb').write(line)\n"
-        "print('0: lockstep launch: all ranks stopped.\\n1: lockstep launch: all ranks stopped.')\nsys.exit(75)",
+        "print('0: lockstep: all ranks stopped.\\n1: lockstep: all ranks stopped.')\nsys.exit(75)",
     )
     fakes.recorder("scontrol", reads=False)
     launcher = start(
@@ -174,7 +174,7 @@ def test_srun_gets_the_document_and_signals_and_a_stopped_job_is_requeued(
     finally:
         launcher.kill()
     assert (launcher.returncode, got.read_bytes()) == (75, b"SIGTERM\n"), err
-    assert out == "[machine 0] lockstep launch: all ranks stopped.\n"
+    assert out == "[machine 0] lockstep: all ranks stopped.\n"
     (requeue,) = fakes.calls("scontrol")
     assert requeue.argv == [b"requeue", b"31"]
     (call,) = fakes.calls("srun")

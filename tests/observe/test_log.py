@@ -39,6 +39,17 @@ def test_only_the_main_process_logs_unless_asked(
     assert caplog.messages == ["[RANK 1] everywhere", "[RANK 0] main"]
 
 
+def test_our_own_lines_begin_like_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_rank: Callable[..., Any]
+) -> None:
+    as_rank(0)
+    own = get_logger("lockstep.test")
+    own.warning("with the handlers of the script")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    own.warning("a line")
+    assert capsys.readouterr().err == "lockstep: a line\n"
+
+
 def test_the_level_is_obeyed(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture) -> None:
     logger.debug("too much")
     assert caplog.messages == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.site.messages import messages, problems
@@ -30,6 +32,14 @@ def test_messages_are_easy_to_read(package: str) -> None:
         for problem in problems(message)
     ]
     assert found == []
+
+
+def test_lines_have_one_prefix_and_percent_stands_behind_its_number() -> None:
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"[\"']lockstep (launch|check|tune|replay): |[\"']Error: \{", text), path
+        said = [message.text for message in messages(text)]
+        assert [one for one in said if re.search(r"(\d|X) %(?!\w)", one)] == [], path
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,12 @@ def test_no_page_has_riddles(name: str) -> None:
     assert [word for word in VAGUE if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)] == []
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_percent_stands_behind_its_number_and_heads_of_tables_name_the_library(name: str) -> None:
+    assert re.findall(r"\d %(?![\w(%])", TEXTS[name]) == []
+    assert re.findall(r"^\|.*\| (?:here|there) \|.*\n\|[ -]", TEXTS[name], flags=re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_in_two_sentences_for_whom_it_is_and_what_they_will_have(name: str) -> None:
     first, second = introduction(TEXTS[name])[:2]

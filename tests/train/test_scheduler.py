@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,27 @@ from lockstep import Accelerator, GradientAccumulationPlugin
 from train import problems
 
 STEPS = 6
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_scheduler_that_was_not_prepared_is_named_once(is_prepared: bool) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, own = problems.make_model(), None
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = half_each_step(own)
+    model, optimizer = accelerator.prepare(model, own)
+    if is_prepared:
+        scheduler = accelerator.prepare(scheduler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(STEPS):
+            with accelerator.accumulate(model):
+                rows, labels = problems.make_rows(0, i, 4)
+                accelerator.backward(F.cross_entropy(model(rows), labels))
+                optimizer.step()
+                scheduler.step()
+    said = [one for one in caught if "was not prepared" in str(one.message)]
+    assert [one.filename for one in said] == [__file__] * (not is_prepared)
 
 
 def half_each_step(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

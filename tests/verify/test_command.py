@@ -67,7 +67,7 @@ def test_scripts_of_others_agree(check_in_forks: Check, words: tuple[str, ...]) 
         pytest.importorskip("accelerate")
     code, said, errors = check_in_forks("--wrapped", script(words[0]), *words[1:])
     assert code == 0, said + errors
-    assert said.startswith("2 ranks compute what one process computes")
+    assert said.startswith("OK: 2 ranks match one process")
     assert "of 3 steps agree" in said
     assert ("computes its batch size from the number of processes" in said) == ("shared_batch" in words)
 
@@ -78,7 +78,7 @@ def test_scripts_of_others_agree(check_in_forks: Check, words: tuple[str, ...]) 
         (
             ("--steps", "5", script("weighted")),
             [
-                "2 ranks with ddp compute what one process computes",
+                "OK: 2 ranks with ddp match one process",
                 "4 steps agree",
                 "Steps end after 4: an epoch ends there with a batch of 1 row for a rank, not 4.",
             ],

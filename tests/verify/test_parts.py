@@ -149,7 +149,7 @@ def test_gradients_that_are_made_of_rounding_are_not_compared_by_their_size() ->
 
 @pytest.mark.parametrize("elements", [4, 4096])
 def test_what_a_rounding_step_moves_is_allowed_by_a_multiple(elements: int) -> None:
-    """An ill-conditioned model: its gradient moves by 1 % of its norm; a tenth of the allowance is left to few."""
+    """An ill-conditioned model: its gradient moves by 1% of its norm; a tenth of the allowance is left to few."""
     gradient = torch.ones(elements)
     whole, moved = (PassResult(gradients={"w": gradient * size}) for size in (1.0, 1.01))
     allowed = 0.1 if elements > 1000 else 0.1 * (1 + 9 / elements)

@@ -63,12 +63,12 @@ def test_the_sentence_of_agreement() -> None:
         for n in range(1234)
     )
     assert sentence(verdict(ratios=ratios)) == (
-        "4 ranks with zero=3 tp=2 compute what one process computes: 1,234 tensors of 3 steps agree (largest distance "
-        "0.21 of what is allowed: step 1, forward: the output of `m1233` (data rank 0))."
+        "OK: 4 ranks with zero=3 tp=2 match one process: 1,234 tensors of 3 steps agree. The largest difference "
+        "(step 1, forward: the output of `m1233` (data rank 0)) is 21% of the tolerance."
     )
     one = RunFacts(nproc=1, reference="ddp", steps_compared=1)
     assert sentence(verdict(ratios=(Ratio(O_PROJ, 0, 0),), facts=one)) == (
-        "1 rank computes what 1 rank with ddp computes: 1 tensor of 1 step agrees (bit for bit)."
+        "OK: 1 rank matches 1 rank with ddp: 1 tensor of 1 step agrees bit for bit."
     )
     assert sentence(verdict()) == "Nothing was compared: the two runs have no tensor in common."
 
@@ -152,7 +152,7 @@ def test_micro_batches_are_named_where_there_are_several() -> None:
 def test_remarks_say_the_multiple_and_what_was_not_compared() -> None:
     facts = RunFacts(nproc=2, steps_asked=3, steps_compared=1, notes=("Dropout was off in both runs.",))
     assert remarks(verdict(facts=facts)) == [
-        "A tensor may be off by 10 times what rounding explains (10 * (1 + 9/n) times if it has n elements).",
+        "Tolerance: 10 times the measured rounding error of each tensor (10 * (1 + 9/n) times if it has n elements).",
         "1 step of 3 could be compared.",
         "Dropout was off in both runs.",
     ]

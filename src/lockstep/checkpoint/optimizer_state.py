@@ -9,7 +9,7 @@ import torch
 
 from lockstep.checkpoint.checks import CheckedGroup, check_kind, keeps_shapes, try_optimizer
 from lockstep.checkpoint.format.codec import Document, decode, tensor_names
-from lockstep.checkpoint.format.tensors import Index
+from lockstep.checkpoint.format.index import Index
 from lockstep.checkpoint.reader import empty_like
 from lockstep.checkpoint.state import is_standard
 from lockstep.comm.dtensor import is_dtensor

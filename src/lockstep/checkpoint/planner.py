@@ -17,16 +17,8 @@ import torch
 
 from lockstep.checkpoint.folders import CheckpointGroup
 from lockstep.checkpoint.format.documents import digest_of
-from lockstep.checkpoint.format.tensors import (
-    ChunkMetadata,
-    Index,
-    TensorEntry,
-    dtype_name,
-    free_key,
-    in_parts,
-    index_to_bytes,
-    overlap,
-)
+from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_to_bytes, overlap
+from lockstep.checkpoint.format.tensors import dtype_name, free_key, in_parts
 from lockstep.comm.dtensor import is_dtensor, local, regions_of
 from lockstep.comm.layout import ShardRegion, whole_region
 from lockstep.errors import CheckpointError

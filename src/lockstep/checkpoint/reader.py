@@ -21,13 +21,8 @@ from lockstep.checkpoint.format.documents import (
     parse_json,
     rank_file,
 )
-from lockstep.checkpoint.format.tensors import (
-    ChunkMetadata,
-    Index,
-    TensorEntry,
-    TensorReader,
-    index_from_bytes,
-)
+from lockstep.checkpoint.format.index import ChunkMetadata, Index, TensorEntry, index_from_bytes
+from lockstep.checkpoint.format.tensors import TensorReader
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.checkpoint.store.verify import in_parallel, read_manifest, root_of
 from lockstep.comm.dtensor import is_dtensor, local, regions_of

@@ -7,16 +7,16 @@ import re
 from dataclasses import dataclass, field
 
 from lockstep.checkpoint.folders import is_rest, numbers
-from lockstep.checkpoint.format.codec import Document
 from lockstep.checkpoint.format.documents import (
     LARGEST_JSON_BYTES,
     STATE,
     TENSORS,
+    Document,
     Manifest,
     digest_of,
     parse_json,
 )
-from lockstep.checkpoint.format.tensors import Index, index_from_bytes
+from lockstep.checkpoint.format.index import Index, index_from_bytes
 from lockstep.checkpoint.store.base import Store
 from lockstep.checkpoint.store.verify import is_published, read_manifest, root_of
 from lockstep.errors import CheckpointError, NoCheckpointError

@@ -122,9 +122,8 @@ def command(
 ) -> None:
     """Prove that SCRIPT computes the same on many ranks as on one, or name the first tensor that differs.
 
-    The script runs unchanged, several times, for a few optimizer steps each: on one process with the batches of all
-    ranks (the reference), again to see whether it gives the same numbers and how far rounding moves each tensor, and
-    on many ranks (the candidate).
+    The script runs unchanged for a few steps: once on one process (the reference), twice more to measure rounding, and
+    once on many ranks (the candidate).
     """
     from lockstep.cli.launch import check_launch
     from lockstep.config.world import axes_of
@@ -167,7 +166,7 @@ def command(
             verdict, reason = None, str(error)
     if verdict is None:
         write_json(json_path, {"format": "lockstep check 1", "agrees": None, "sentence": reason})
-        click.echo(f"lockstep check: {escaped_lines(reason)}", err=True)
+        click.echo(f"lockstep: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
     _print_verdict(verdict, json_path, html)
     sys.exit(0 if verdict.agrees else DIFFERS)

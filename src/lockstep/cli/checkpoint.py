@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.output import print_table, progress
+from lockstep.cli.output import ERROR, print_table, progress
 from lockstep.cli.values import IntegerRange
 from lockstep.words import escape
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DAMAGED = 1
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_ROWS = 40
-NUMBERS = ("tensors", "elements", "bytes", "ranks", "pieces")
+NUMBERS = ("step", "epoch", "tensors", "elements", "bytes", "ranks", "pieces")
 
 EPILOG = """\b
 Examples:
@@ -99,12 +99,8 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
     from lockstep.checkpoint.summary import checkpoints_in
     from lockstep.errors import CheckpointError
 
-    try:
-        store, path = store_for(directory)
-        places = checkpoints_in(store, path)
-    except CheckpointError as error:
-        click.echo(f"Error: {error}", err=True)
-        ctx.exit(DAMAGED)
+    store, path = store_for(directory)
+    places = checkpoints_in(store, path)
     whole: list[str] = []
     failed = False
     for place in places:
@@ -115,7 +111,7 @@ def verify_command(ctx: click.Context, directory: str, every: bool) -> None:
             whole.append(place)
         except CheckpointError as error:
             failed = True
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"{ERROR}{error}", err=True)
     if len(places) > 1:
         click.echo(
             f"A resumed run would load {whole[0]}." if whole else "A resumed run would find none to load."
@@ -211,19 +207,21 @@ def _show_list(store: Store, places: list[str], as_json: bool) -> None:
             summary = summarize(store, place)
         except CheckpointError as error:
             facts.append({"directory": place, "error": str(error)})
-            rows.append((place, "damaged", "", "", "", ""))
-            click.echo(f"Error: {error}", err=True)
+            rows.append((place, "damaged", *[""] * 6))
+            click.echo(f"{ERROR}{error}", err=True)
             continue
         saved = summary.manifest.saved
         facts.append(summary.facts(with_tensors=False))
         rows.append(
-            (place, saved.time, str(saved.world_size), saved.parallel or "none", f"{len(summary.index):,}",
-             f"{summary.nbytes:,}")
+            (place, saved.time, *(str(saved.settings.get(name, "")) for name in ("step", "epoch")),
+             str(saved.world_size), saved.parallel or "none", f"{len(summary.index):,}", f"{summary.nbytes:,}")
         )  # fmt: skip
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return
-    print_table(("checkpoint", "saved", "ranks", "parallel", "tensors", "bytes"), rows, NUMBERS)
+    print_table(
+        ("checkpoint", "saved", "step", "epoch", "ranks", "parallel", "tensors", "bytes"), rows, NUMBERS
+    )
 
 
 @command.command("merge", epilog=MERGE_EPILOG)

@@ -149,12 +149,7 @@ def convert_command(source: str, output: str | None, ranks: int | None, force: b
     click.echo(f"Wrote {output}. Use it with: lockstep launch --config-file {output}")
 
 
-SHARDING = {
-    "none": "",
-    "zero=1": "the optimizer's state",
-    "zero=2": "and gradients",
-    "zero=3": "and weights",
-}
+SHARDING = "Shard the model? 0 = no, 1 = optimizer state, 2 = also gradients, 3 = also weights"
 
 
 def ask() -> dict[str, object]:
@@ -197,11 +192,10 @@ def _machines() -> dict[str, object]:
 
 
 def _sharding() -> dict[str, object]:
-    meanings = ", ".join(f"{word}: {what}" for word, what in SHARDING.items() if what)
-    stage = click.prompt(f"Sharding ({meanings})", default="none", type=click.Choice(list(SHARDING)))
-    if stage == "none":
+    stage = click.prompt(SHARDING, default=0, type=IntegerRange(0, 3))
+    if not stage:
         return {}
-    words = [stage]
+    words = [f"zero={stage}"]
     if click.confirm("Keep weights and the optimizer's state in host memory", default=False):
         words.append("offload")
     if click.confirm("Compute activations again in backward, to save memory", default=False):

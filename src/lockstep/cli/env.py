@@ -24,8 +24,11 @@ def command(no_torch: bool, as_json: bool, config_file: str | None) -> None:
 
     facts = gather_inventory(with_torch=not no_torch)
     if config_file is not None:
+        from lockstep.compat.accelerate.config_file import load
+
+        given = load(config_file).config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         facts["configuration"] = config_file
-        facts |= {f"configuration: {name}": str(value) for name, value in _settings(config_file).items()}
+        facts |= {f"configuration: {name}": str(value) for name, value in given.items()}
     if as_json:
         import json
 
@@ -38,10 +41,3 @@ def command(no_torch: bool, as_json: bool, config_file: str | None) -> None:
     for name, value in facts.items():
         table.add_row(name, str(value), style=None)
     Console(soft_wrap=True, highlight=False).print(table)
-
-
-def _settings(path: str) -> dict[str, object]:
-    """Return what the file says, by the names of settings."""
-    from lockstep.compat.accelerate.config_file import load
-
-    return load(path).config.model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
+from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options, trains_alone
 from lockstep.compat.accelerate.flags import FP8_FLAGS, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
@@ -71,7 +71,7 @@ def command_function(ctx: click.Context, script: str, arguments: tuple[str, ...]
     """
     plan, sentences, of_processes = _planned(ctx, script, arguments, options)
     for sentence in (*sentences, *(of_processes if options["dry_run"] else ())):
-        click.echo(f"lockstep launch: {sentence}", err=True)
+        click.echo(f"lockstep: {sentence}", err=True)
     if options["dry_run"]:
         _print(plan)
         return
@@ -116,7 +116,9 @@ def _planned(
     asked = environment_settings(environ, settings["num_machines"].value)
     if asked.settings:
         settings["parallel"] = _with_words(settings["parallel"], asked.settings)
-    described = _described(settings["deepspeed_config_file"])
+    # Checked before anything starts.
+    json_file = settings["deepspeed_config_file"].value
+    described = Translation({}) if json_file is None else from_deepspeed(json_file)
     plan = make_plan(
         program,
         settings,
@@ -215,11 +217,6 @@ def _with_words(setting: SettingValue, asked: Mapping[str, SettingValue]) -> Set
     return SettingValue(str(parallel_of(together)), joined_sources(words), words)
 
 
-def _described(setting: SettingValue) -> Translation:
-    """Return the DeepSpeed configuration, if there is one, checked before anything starts."""
-    return from_deepspeed(setting.value) if setting.value is not None else Translation({})
-
-
 def _without_effect(
     ctx: click.Context,
     options: dict[str, object],
@@ -234,7 +231,14 @@ def _without_effect(
             f"{flag} comes after {target}, so it is passed to the script. If it is meant for the launch, write "
             f"it before {target}."
         )
+    if plan.nproc * plan.num_machines > 1 and trains_alone(target):
+        yield (
+            f"{target} uses neither Lockstep nor torch.distributed, so each of the {plan.nproc * plan.num_machines} "
+            "processes trains the whole script by itself. Add the five lines of `from lockstep import Accelerator` "
+            '(the page "Your first run"), or launch one process.'
+        )
     asked = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
+    asked = asked or ("--gpu-ids" if options["gpu_ids"] is not None else "")
     if asked and plan.transport.backend == LOCAL and not plan.settings["use_cpu"].value:
         import torch
 

@@ -18,6 +18,10 @@ from lockstep.compat.accelerate.flags import (
 )
 from lockstep.config.settings import TOPICS
 
+KNOWS_RANKS = re.compile(
+    r"lockstep|accelerat|distributed|rank|dataparallel|lightning|fabric|deepspeed|horovod|trainer",
+    re.IGNORECASE,
+)
 TEE_VALUE = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
 """What torchrun's --tee takes: nothing, stdout, stderr or both, of all processes or of some."""
 
@@ -53,12 +57,22 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     found = [word for word in dict.fromkeys(words) if dashes(word) in shown]
     if not found:
         return []
-    try:
-        text = Path(script).read_text(errors="replace")
-    except OSError:  # a module or another program
-        return []
-    own = dashes(text)
+    own = dashes(text_of(script))
     return [word for word in found if dashes(word).strip("-") not in own]
+
+
+def text_of(script: str) -> str:
+    """Return the text of a script; "" for a module or another program."""
+    try:
+        return Path(script).read_text(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def trains_alone(script: str) -> bool:
+    """Return whether the script's own text trains in plain torch, and has no word of any library that knows ranks."""
+    text = text_of(script)
+    return ".backward(" in text and KNOWS_RANKS.search(text) is None
 
 
 def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:

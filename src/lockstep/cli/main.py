@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 from lockstep import __version__
+from lockstep.cli.output import ERROR
 from lockstep.errors import LockstepError
+from lockstep.words import escaped_lines
 
 BAD_INPUT = 2
 
@@ -113,22 +115,15 @@ def main(argv: list[str] | None = None) -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(_printable(shown.getvalue()), err=True, nl=False)
+        click.echo(escaped_lines(shown.getvalue().replace("Error: ", ERROR, 1)), err=True, nl=False)
         code = error.exit_code
     except click.Abort:
         click.echo("Aborted.", err=True)
         code = 130
     except LockstepError as error:
-        click.echo(f"Error: {_printable(str(error))}", err=True)
+        click.echo(f"{ERROR}{escaped_lines(str(error))}", err=True)
         code = BAD_INPUT
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _printable(message: str) -> str:
-    """Return ``message`` without control characters, which a quoted name or value could send to the terminal."""
-    from lockstep.words import escaped_lines
-
-    return escaped_lines(message)
 
 
 if __name__ == "__main__":

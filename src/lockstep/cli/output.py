@@ -17,6 +17,7 @@ from lockstep.words import escape
 if TYPE_CHECKING:
     from rich.table import Table
 
+ERROR = "lockstep: error: "
 UNBROKEN = 1000
 """Columns of what is not printed on a terminal."""
 

@@ -55,8 +55,8 @@ def command(
 ) -> None:
     """Repeat the step of CAPSULE, and name the first module that went wrong in it.
 
-    SCRIPT is the script of the run, with its arguments. It runs unchanged in one process, up to its first step. There
-    it gets the weights, batches and random numbers of the capsule, for one rank after another. No step is made.
+    SCRIPT is the script of the run, with its arguments. It runs in one process up to the first step. There
+    the saved weights, batches and random numbers are put in, rank by rank. The optimizer does not step.
     SpikePolicy writes capsules to the folder of a run.
     """
     from lockstep.checkpoint.format.capsule import WEIGHTS
@@ -80,7 +80,7 @@ def command(
             verdict, reason = None, str(error)
     if verdict is None:
         write_json(json_path, {"format": "lockstep replay 1", "finding": None, "sentence": reason})
-        click.echo(f"lockstep replay: {escaped_lines(reason)}", err=True)
+        click.echo(f"lockstep: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_RUN)
     from lockstep.replay.verdict import RIGHT, TITLES, remarks, rows, sentence, to_json
 

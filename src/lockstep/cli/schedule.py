@@ -12,7 +12,7 @@ from lockstep.cli.output import print_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.plan.schedule import Timeline, Times
+    from lockstep.plan.schedule import Timeline
     from lockstep.plan.schedule_case import ScheduleCase
 
 STYLES = {
@@ -23,10 +23,9 @@ STYLES = {
 }
 
 NOTES = (
-    "bubble: idle / (idle + useful) over all ranks, while any of them works. waiting: idle time between a rank's first "
-    "action and its last alone. step: its time with a stage's times as given, divided by the stages on a rank. in "
-    "flight: micro-batches whose activations a rank holds at most, in those of all its layers. Sending takes no time "
-    "here."
+    "bubble: idle share of all ranks, from the first action to the last. waiting: idle share of a rank between its "
+    "first and last action. step: how long one step takes, in the units of --times, divided by the stages on a rank. "
+    "in flight: the most micro-batches whose activations a rank holds at once. Sending takes no time here."
 )
 
 EPILOG = """\b
@@ -63,7 +62,7 @@ def command(
     """Show the order in which torch runs a pipeline schedule (gpipe, 1f1b, interleaved, zero_bubble, zbv or
     dualpipev), and count the bubble in it. No processes are started."""
     from lockstep.config.values import parse_integer
-    from lockstep.plan.schedule_case import parse_times
+    from lockstep.plan.schedule_case import compared, counted, parse_times
 
     if compare == (name is not None):
         what = f"--compare is for all schedules, not {name!r} alone" if name else "No schedule is named"
@@ -78,20 +77,13 @@ def command(
         parse_integer(micro_batches, "--micro-batches", 1, most),
         parse_integer(stages_per_rank, "--stages-per-rank", 0, most),
     )
-    cases = _cases(name, *sizes, parse_times(times))
+    spent = parse_times(times)
+    cases = compared(*sizes[:2], spent) if name is None else [counted(name, *sizes, spent)]
     if as_json:
         facts = [case.facts() for case in cases]
         click.echo(json.dumps(facts if compare else facts[0], indent=2))
         return
     _print(cases, with_timeline=not compare)
-
-
-def _cases(name: str | None, ranks: int, micro_batches: int, stages: int, times: Times) -> list[ScheduleCase]:
-    from lockstep.plan.schedule_case import compared, counted
-
-    if name is None:
-        return compared(ranks, micro_batches, times)
-    return [counted(name, ranks, micro_batches, stages, times)]
 
 
 def _print(cases: list[ScheduleCase], with_timeline: bool) -> None:

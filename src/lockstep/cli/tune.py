@@ -103,8 +103,9 @@ def command(
 ) -> None:
     """Find the largest and the fastest micro-batch that fits, for the same rows in each step.
 
-    SCRIPT runs unchanged, once for each size, for a few optimizer steps. Its loader gives micro-batches of that size,
-    and accumulates as many as make up the same rows. If a trial runs out of memory or is killed, its size does not fit.
+    SCRIPT runs unchanged, once for each size, for a few optimizer steps. The loader gives micro-batches of that size,
+    and gradients are accumulated until the step has the same number of rows. If a trial runs out of memory or is
+    killed, its size does not fit.
     """
     from lockstep.cli.launch import check_launch
     from lockstep.config.parallel import Parallel
@@ -144,7 +145,7 @@ def command(
             result, reason = None, str(error)
     if result is None:
         write_json(json_path, {"format": "lockstep tune 1", "largest": None, "sentence": reason})
-        click.echo(f"lockstep tune: {escaped_lines(reason)}", err=True)
+        click.echo(f"lockstep: {escaped_lines(reason)}", err=True)
         sys.exit(COULD_NOT_TUNE)
     _print_result(result, json_path)
     sys.exit(0 if result.largest is not None else NONE_FITS)

@@ -24,7 +24,7 @@ class Checked(click.ParamType):
         try:
             return self._parse(value)
         except ConfigError as error:
-            self.fail(str(error).removesuffix(".") + ".", param, ctx)
+            self.fail(f"{error}" if str(error)[-1:] in "?." else f"{error}.", param, ctx)
 
 
 class IntegerRange(click.IntRange):

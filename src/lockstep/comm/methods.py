@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -223,7 +224,20 @@ class CollectiveMethods:
             ```
         """
         with self._communicating():
-            return self._communicator.gather(tensor)
+            gathered = self._communicator.gather(tensor)
+        counts = self._step.counts
+        rows = 0 if counts is None or counts.rows == counts.real else sum(counts.rows)
+        if (
+            rows
+            and self.runtime.is_main
+            and any(one.shape[:1] == (rows,) for one in leaves(gathered).values())
+        ):
+            warnings.warn(
+                f"gather returned {rows} rows of the last batch, of which some only fill it up. Use "
+                "gather_for_metrics, which leaves them out, unless the script does that itself.",
+                stacklevel=2,
+            )
+        return gathered
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gather a batch's results from all ranks, without the rows that only pad the last batch. Every sample is

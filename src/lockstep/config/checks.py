@@ -86,8 +86,8 @@ def check_topology(settings: ValuesByName) -> None:
         for name in ("main_process_ip", "main_process_port") if backend == LOCAL else ():
             if not settings.get(name):
                 raise ConfigError(
-                    f"num_machines is {machines}, so every machine must know where to meet, but {name} is not set. "
-                    f"On all machines, set {name} to the one of the machine with rank 0."
+                    f"num_machines is {machines}, but {name} is not set, so the machines cannot meet. Add --rdzv "
+                    "HOST:PORT to the command on every machine: an address of the first machine, and a free port there."
                 )
         if processes is None and not any(settings.get(name) for name in HOST_LISTS):  # they may say slots
             raise ConfigError(

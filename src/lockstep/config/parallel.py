@@ -160,7 +160,7 @@ class Parallel:
             )
         values: dict[str, Any] = {}
         for word in given.split():
-            name, equals, value = word.partition("=")
+            name, equals, value = word.rstrip(",").partition("=")
             if not equals and name in Strategy.list():
                 name, value = "strategy", name
             elif not equals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -36,6 +37,14 @@ TP_PLANS = ("auto", "transformers", "infer")
 VERIFY = ("first_step", "off", "every:100")
 LOSSES = ("auto", "mean", "sum", "whole")
 HOST = "cpu"
+OF_OTHERS = {
+    "fsdp": "zero=3",
+    "fsdp2": "zero=3",
+    "full_shard": "zero=3",
+    "deepspeed": "zero=2",
+    "tensor": "tp=2",
+}
+"""Words of other libraries, and what says the same."""
 NOT_FOLDERS = ("auto", "cuda", "disk", "gpu", "host", "meta", "none", "nvme", "ram", "ssd")
 """Words that are no places to offload to; ``./disk`` is a folder of that name."""
 
@@ -44,8 +53,14 @@ def known_word(name: str, known: Collection[str]) -> str:
     """Return ``name``, if it is a field. Raises ConfigError with the nearest one else."""
     if name not in known:
         words = [*(field for field in known if field != "strategy"), *Strategy.list()]
-        hint = suggestion(name, words) or f" Use one of {', '.join(words)}."
-        raise ConfigError(f"parallel has no word {repr_short(name)}.{hint}")
+        near = re.sub(r"[-:]?(\d+)$", r"=\1", name.lower())
+        near = OF_OTHERS.get(name.lower(), near if near.partition("=")[0] in known else "")
+        hint = (
+            f" Did you mean {near!r}?"
+            if near
+            else suggestion(name, words) or f" Use one of {', '.join(words)}."
+        )
+        raise ConfigError(f"parallel: {repr_short(name)} is an unknown word.{hint}")
     return name
 
 

@@ -127,7 +127,7 @@ def worker_settings(
     settings: dict[str, SettingValue] = {}
     for name, setting in OF_WORKERS.items():
         if code.get(name) is not None:
-            value = setting.kind.for_worker(code[name], f"Accelerator({name}=...)")
+            value = setting.kind.for_worker(code[name], f"Accelerator(...): {name}")
             settings[name] = SettingValue(value, "code")
         else:
             settings[name] = given_by_environment(setting, environ) or SettingValue(

@@ -22,7 +22,7 @@ LOST = {
     "inference": "evaluation and other calls without gradients",
     "repeated": "steps that were done again",
     "between": "time outside of steps",
-    "after": "what came after the last step",
+    "after": "work after the last step",
     "down": "no process between two starts",
 }
 LOST_IN_STEPS = {"save": "saving", "wait": "waiting", "inference": "inference", "data": "data"}

@@ -69,10 +69,9 @@ def _run_folder(path: Path) -> Path:
     for folder in (path, path / INNER):
         if has_files(folder):
             return folder
-    reason = "is not there" if not os.path.lexists(path) else f"holds neither {MEASURES} nor {EVENTS}"
+    reason = "does not exist" if not os.path.lexists(path) else f"contains neither {MEASURES} nor {EVENTS}"
     raise ConfigError(
-        f"{plain(path, 200)} {reason}, so it is no run's folder. Name a folder that a run has written: "
-        f"<project_dir>/{INNER}, or the run_dir of the run."
+        f"'{plain(path, 200)}' {reason}. Give the folder of a run: <project_dir>/{INNER}, or the run_dir of the run."
     )
 
 

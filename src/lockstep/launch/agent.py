@@ -81,11 +81,11 @@ class Agent:
             self._signals.ignore()
             self._interrupted(error.signal.name, error.code)
             self._end_workers(error.signal)
-            self._say(f"lockstep launch: ended by {error.signal.name}; all processes were ended.")
+            self._say(f"lockstep: ended by {error.signal.name}; all processes were ended.")
             return error.code
         except CoordinatorLost as error:
             self._end_workers(signal.SIGTERM)
-            self._say(f"lockstep launch: {error} All processes here were ended.")
+            self._say(f"lockstep: {error} All processes here were ended.")
             return 1
         finally:
             self._end_workers(signal.SIGTERM)
@@ -106,9 +106,7 @@ class Agent:
             if not self._plan.elastic or self._hosting:
                 raise
             self._end_workers(signal.SIGTERM)
-            self._say(
-                f"lockstep launch: {error} All processes here were ended; this machine tries to join again."
-            )
+            self._say(f"lockstep: {error} All processes here were ended; this machine tries to join again.")
             self._signals.boundary = False
             self._rendezvous.rejoin(self._upkeep)
             return None
@@ -170,9 +168,9 @@ class Agent:
             self._say(describe_failure(self._own, self._world_size, self._alike))
         else:
             ended = "" if over.code == PREEMPTED else "; all processes were ended"
-            self._say(f"lockstep launch: {over.cause.rstrip('.')}{ended}.")
+            self._say(f"lockstep: {over.cause.rstrip('.')}{ended}.")
         if over.note:
-            self._say(f"lockstep launch: {over.note}")
+            self._say(f"lockstep: {over.note}")
         return over.code
 
 

@@ -157,7 +157,7 @@ def become_worker(parent: int, command: list[str]) -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        sys.stderr.write(f"lockstep launch: cannot run {command[0]}: {error.strerror}.\n")
+        sys.stderr.write(f"lockstep: cannot run {command[0]}: {error.strerror}.\n")
         raise SystemExit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE) from None
 
 

@@ -15,8 +15,8 @@ from typing import IO
 from lockstep.errors import ConfigError
 
 SAME_S = 30.0
-LAUNCHER_LINES = (b"lockstep launch: ", b"lockstep: ", b"Error: ")
-FAILED = re.compile(rb"lockstep launch: rank \d+\b(?=.* failed)")
+LAUNCHER_LINE = b"lockstep: "
+FAILED = re.compile(rb"lockstep: rank \d+\b(?=.* failed)")
 
 
 def say(text: str) -> None:
@@ -66,8 +66,8 @@ class Console:
             target.flush()
 
     def _repeats(self, title: str, text: bytes, now: float) -> bool:
-        # The launcher's own lines begin with these words, perhaps behind the name of a host.
-        start = min((found for word in LAUNCHER_LINES if (found := text.find(word)) >= 0), default=-1)
+        # The launcher's own lines begin with this word, perhaps behind the name of a host.
+        start = text.find(LAUNCHER_LINE)
         if not 0 <= start <= 80:
             return False
         where = text[:start].decode("utf-8", "replace") or title

@@ -246,7 +246,7 @@ class LaunchCoordinator:
 
     def _admit(self, request: m.JoinRequest) -> None:
         """Let a newcomer in: at a step boundary where workers can stop at one, else at once."""
-        self._say(f"lockstep launch: machine {request.name} joins; all workers start again in a new round.")
+        self._say(f"lockstep: machine {request.name} joins; all workers start again in a new round.")
         # The round is about to end already.
         if self._stop is not None or self._reform is not None:
             return
@@ -287,7 +287,7 @@ class LaunchCoordinator:
             return
         decision = self._restarts.round_failed(failure.cause, self._commits())
         if decision.again:
-            self._say(f"lockstep launch: {decision.sentence}.")
+            self._say(f"lockstep: {decision.sentence}.")
             self._end_round(failure)
         else:
             self._end(failure.code, failure.cause, decision.sentence, failure.rank, failure.summary)

@@ -85,13 +85,13 @@ class CoordinatorServer:
         self._server.start()
 
     def _say_of_run(self, sentence: str) -> None:
-        self._say(f"lockstep launch: {sentence}")
+        self._say(f"lockstep: {sentence}")
 
     def _secret_refused(self, address: str) -> None:
         if address not in self._refused_addresses and len(self._refused_addresses) < MOST_NAMED:
             self._refused_addresses.add(address)
             self._say(
-                f"lockstep launch: {address} was refused: it has another secret. Give every machine the same "
+                f"lockstep: {address} was refused: it has another secret. Give every machine the same "
                 "--secret-file or LOCKSTEP_SECRET."
             )
 

@@ -113,9 +113,7 @@ class ForkServer:
                 self.receive(0.1)
             return ForkedWorker(self, self._forked.pop())
         except (OSError, IndexError):
-            self._say(
-                "lockstep launch: the process of --warm-restarts did not answer; workers import torch anew."
-            )
+            self._say("lockstep: the process of --warm-restarts did not answer; workers import torch anew.")
             self.close()
             return None
         finally:

@@ -63,7 +63,7 @@ def launch(plan: LaunchPlan) -> int:
         return run_guarded(partial(_run, plan, rendezvous_address, secret, signals))
     except Interrupted as error:
         # Before there was anything to end.
-        say(f"lockstep launch: ended by {error.signal.name}; nothing was started.")
+        say(f"lockstep: ended by {error.signal.name}; nothing was started.")
         return error.code
 
 

@@ -194,7 +194,7 @@ def main() -> int:
 
         return launch(plan)
     except LockstepError as error:
-        sys.stderr.write(f"Error: {error}\n")
+        sys.stderr.write(f"lockstep: error: {error}\n")
         return BAD_INPUT
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,11 @@ class Program:
         except (OSError, ValueError):
             # A name too long for the file system, or with a NUL.
             kind = "missing"
+        if not kind and Path(self.target).suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(
+                f"{self.target[:200]!r} is a configuration file, not a script. Write --config-file {self.target[:200]} "
+                "SCRIPT."
+            )
         if kind:
             what = "does not exist" if kind == "missing" else "is a directory without __main__.py"
             raise ConfigError(
@@ -166,10 +172,28 @@ def merge(
         # Messages begin with the name of the setting that is wrong.
         first = str(error).split(" ", 1)[0]
         origin = merged[first].source if first in merged else "default"
+        if origin.startswith("flag "):
+            raise ConfigError(_in_flags(str(error), merged)) from None
         raise ConfigError(
             str(error) if origin == "default" else f"{error} ({first} is from {origin})"
         ) from None
     return merged
+
+
+def _in_flags(sentence: str, settings: SettingValues) -> str:
+    """Return the sentence with flags for the names of settings, except of those that a file or a variable sets."""
+    typed = {
+        name for name, one in settings.items() if one.source == "default" or one.source.startswith("flag ")
+    }
+    return re.sub(
+        r"(?<![\w-])\w+(?!\w)",
+        lambda word: (
+            SETTINGS[word[0]].flag
+            if "_" in word[0] and word[0] in typed and SETTINGS[word[0]].flags
+            else word[0]
+        ),
+        sentence,
+    )
 
 
 def _from_environment(setting: Setting, environ: Mapping[str, str]) -> SettingValue | None:

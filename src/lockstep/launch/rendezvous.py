@@ -220,9 +220,7 @@ class Rendezvous:
         if not self._has_reported_wait:
             self._has_reported_wait = True
             rank = "" if self._identity.rank is None else f" {self._identity.rank}"
-            self._say(
-                f"lockstep launch: machine{rank} ({platform.node()}) {what} at {name_of(self._address)}."
-            )
+            self._say(f"lockstep: machine{rank} ({platform.node()}) {what} at {name_of(self._address)}.")
 
     def _send_join_request(self) -> None:
         self._close_listener()

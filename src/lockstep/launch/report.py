@@ -107,9 +107,9 @@ def describe_failure(failure: Failure, num_processes: int, num_alike: int = 1) -
             if num_alike == num_processes
             else f"{num_alike} of {num_processes} ranks"
         )
-        lines.append(f"lockstep launch: {who} failed alike ({failure.summary}).")
+        lines.append(f"lockstep: {who} failed alike ({failure.summary}).")
     else:
-        lines.append(f"lockstep launch: rank {failure.rank} failed first ({failure.summary}){others}.")
+        lines.append(f"lockstep: rank {failure.rank} failed first ({failure.summary}){others}.")
     if failure.own.get("consequence"):
         lines.append(
             "It only lost the connection to another rank, which has left no error here. Look how that rank "

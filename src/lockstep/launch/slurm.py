@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("This plan is not for Slurm. Start it by `lockstep launch --slurm`.")
         return launch(plan)
     except LockstepError as error:
-        sys.stderr.write(f"Error: {error}\n")
+        sys.stderr.write(f"lockstep: error: {error}\n")
         return node.BAD_INPUT
 
 

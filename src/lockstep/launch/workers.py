@@ -176,7 +176,7 @@ class Starter:
                 self._forks = ForkServer(plan.command, say)
             else:
                 say(
-                    "lockstep launch: --warm-restarts needs Linux and a script or module of Python; workers are new "
+                    "lockstep: --warm-restarts needs Linux and a script or module of Python; workers are new "
                     "processes."
                 )
 

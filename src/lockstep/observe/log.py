@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ class MultiProcessAdapter(_Adapter):
         # One frame more than the default: the caller of log(), not log() itself.
         kwargs.setdefault("stacklevel", 2)
         runtime = process.current_runtime()
-        return (msg if runtime is None else f"[RANK {runtime.rank}] {msg}"), kwargs
+        is_ours = self.logger.name.startswith("lockstep.")
+        return (msg if runtime is None or is_ours else f"[RANK {runtime.rank}] {msg}"), kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         main_process_only = kwargs.pop("main_process_only", True)
@@ -87,6 +89,17 @@ class MultiProcessAdapter(_Adapter):
             self._warned.add(key)
             kwargs.setdefault("stacklevel", 3)
             self.warning(msg, *args, **kwargs)
+
+
+class _OwnLines(logging.Handler):
+    """Writes what Lockstep logs like its other lines, if the script has set up no logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            sys.stderr.write(f"lockstep: {record.getMessage()}\n")
+
+
+logging.getLogger("lockstep").addHandler(_OwnLines(logging.WARNING))
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -106,8 +106,8 @@ def facts_of(
         return facts_of_count(text)
     if not all(text.rpartition(":")):
         raise UsageError(
-            f"{repr_short(text, 100)} is no file or folder, no module:Class and no number such as 7B. Name one "
-            "of these. Download a model of a hub first."
+            f"{repr_short(text, 100)} is not a file, a folder, module:Class or a number such as 7B. Nothing is "
+            "downloaded here: fetch a model from the Hub first, and give its folder."
         )
     return _facts(_module(text, arguments or {}), text, "module", batch, sequence)
 

@@ -284,6 +284,8 @@ class CheckpointMethods(AcceleratorParts):
             "mixed_precision": str(self._options.mixed_precision),
             "gradient_accumulation_steps": self._step.accumulation_steps,
             "split_batches": self._options.loaders.split_batches,
+            "step": self.measures.step,
+            "epoch": self.measures.epoch,
         }
 
     def wait_for_checkpoint(self) -> None:

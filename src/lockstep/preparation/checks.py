@@ -87,8 +87,8 @@ def refuse_replicas(model: nn.Module) -> None:
     """Raise UsageError for models that others have spread."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UsageError(
-            f"prepare got a {type(model).__name__}, but prepare() itself wraps models. Pass the model inside it, "
-            "and pass options of DDP as DistributedDataParallelKwargs."
+            f"prepare() wraps the model itself, but got a {type(model).__name__}. Pass the plain model "
+            "(`model.module`), and pass options of DDP as DistributedDataParallelKwargs."
         )
 
 

@@ -84,6 +84,15 @@ class Gradients:
         """
         if any(model.is_summoned for model in self._models):
             refuse_inside("backward was called")
+        # Stages of a pipeline that compute no loss have a placeholder.
+        if not getattr(loss, "requires_grad", False) and not any(
+            one.runs_micro_batches for one in self._models
+        ):
+            raise UsageError(
+                f"backward got a {type(loss).__name__} without a gradient: it was computed under torch.no_grad(), was "
+                "detached, is a plain number (.item()), or all parameters are frozen. Compute the loss from the output "
+                "of the prepared model, without these."
+            )
         self._step.trains()
         if not self._forward_seen and self._world_size > 1:
             check_called(self._models, self._world_size, loss)

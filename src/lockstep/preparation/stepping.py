@@ -98,9 +98,9 @@ class StepChecks:
         ours = [parameter for parameter in parameters if id(parameter) in known]
         if ours and self._replaces:
             raise UsageError(
-                f"{type(optimizer).__name__} ({place_of(optimizer)}) holds {len(ours)} parameters of a prepared "
-                "model, of which each rank has a part, but was not passed to accelerator.prepare(). Pass it, "
-                "and call step() of the optimizer that prepare() returns."
+                f"{type(optimizer).__name__} ({place_of(optimizer)}) trains {len(ours)} parameters of a prepared "
+                "model, but was not prepared. Write `model, optimizer = accelerator.prepare(model, optimizer)`, and "
+                "call step() of this optimizer."
             )
         return bool(ours)
 

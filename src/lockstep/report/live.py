@@ -17,7 +17,7 @@ from rich.text import Text
 from lockstep.history.attempts import RunStatus
 from lockstep.history.read import RunHistory
 from lockstep.report.numbers import RunNumbers, numbers_of
-from lockstep.words import bytes_text, digits, duration, percent, plain_text, short, whole
+from lockstep.words import bytes_text, count, digits, duration, percent, plain_text, short, whole
 
 NEWEST_BYTES = 1 << 18
 """Of steps that are read for a screen: some hundreds."""
@@ -92,7 +92,7 @@ def _title(run: RunHistory, numbers: RunNumbers, now: float) -> Text:
     colour = COLOURS.get(status, "red")
     words = []
     if started is not None:
-        ranks = f"{whole(started.number('world_size'))} ranks" if numbers.world_sizes else ""
+        ranks = count(numbers.world_sizes[-1], "rank") if numbers.world_sizes else ""
         words += [ranks, started.text("parallel"), started.text("device")]
     if math.isfinite(numbers.first_time):
         words.append(

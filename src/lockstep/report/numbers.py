@@ -14,8 +14,6 @@ from lockstep.history.events import RunEvent, named
 from lockstep.history.goodput import Goodput, goodput_of
 from lockstep.history.read import RunHistory
 
-NEWEST = 100
-"""Steps over which the last value of a curve is averaged."""
 SLOW_RANK = 1.15
 """A rank is slow if its own work takes so many times that of the median rank,"""
 WORTH_WAITING = 0.05
@@ -24,8 +22,8 @@ WORTH_WAITING = 0.05
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one quantity over the steps that count. ``last``: the mean of the last ``NEWEST`` values. ``not_finite``:
-    steps at which it was written and is no finite number, and ``first_not_finite`` the first of them."""
+    """Of one quantity over the steps that count. ``not_finite``: steps at which it was written and is no finite number,
+    and ``first_not_finite`` the first of them."""
 
     first: float
     last: float
@@ -204,7 +202,7 @@ def _curve(step: FloatArray, values: FloatArray, rows: BoolArray) -> Curve | Non
     least, greatest = int(known.argmin()), int(known.argmax())
     return Curve(
         first=float(known[0]),
-        last=float(known[-min(NEWEST, max(len(known) // 10, 1)) :].mean()),
+        last=float(known[-1]),
         least=float(known[least]),
         least_step=float(at[least]),
         greatest=float(known[greatest]),

@@ -16,27 +16,30 @@ WORTH_SAYING = 0.05
 SLOWER = 1.1
 REASONS = {
     "data": (
-        "waiting for data",
+        "spent waiting for data",
         "Read ahead with more workers (num_workers), or prepare samples beforehand.",
     ),
     "to_device": (
-        "copying batches to the device",
+        "spent copying batches to the device",
         "Use workers (num_workers) and pin_memory=True in the loader, so that a thread pins the batches.",
     ),
     "communication": (
-        "communication that nothing hides",
-        "Accumulate gradients over more micro-batches, average them in bf16, or spread the model over fewer machines.",
+        "spent waiting for communication with other ranks",
+        "Accumulate gradients over more micro-batches, or average them in bf16.",
     ),
-    "optimizer": ("the optimizer", "Try the fused form of the optimizer (fused=True)."),
+    "optimizer": ("spent in the optimizer", "Try the fused form of the optimizer (fused=True)."),
     "inference": (
-        "calls of models without gradients",
+        "spent in calls of models without gradients",
         "Evaluate less often, on fewer samples, or with larger batches.",
     ),
-    "save": ("saving", "Save in the background (save_state(blocking=False)), or less often."),
-    "wait": ("waiting for other ranks", "Look for a rank that is slow or has more work than the others."),
+    "save": ("spent saving", "Save in the background (save_state(blocking=False)), or less often."),
+    "wait": (
+        "spent waiting for other ranks",
+        "Look for a rank that is slow or has more work than the others.",
+    ),
     "other": (
-        "what the script does outside of the loop's calls",
-        "Look for logging, evaluation and .item() in each step.",
+        "spent in your own code between the calls of Lockstep",
+        "Look for logging, evaluation, .item() and sleep in each step.",
     ),
 }
 """Part of a step -> its name in a sentence, and what to do."""
@@ -72,7 +75,7 @@ def what_it_did(numbers: RunNumbers) -> str:
     if ranks := numbers.world_sizes:
         sentence += f" on {_ranks(ranks)}"
     if math.isfinite(numbers.epoch):
-        sentence += f"; in epoch {whole(numbers.epoch)} at the end, counted from 0"
+        sentence += f"; it ended in epoch {whole(numbers.epoch)} (the first is epoch 0)"
     return f"{sentence}."
 
 
@@ -140,8 +143,8 @@ def _largest_part(times: StepTimes) -> str:
     part = max(others, key=lambda name: others[name])
     what, advice = REASONS[part]
     if others[part] < WORTH_SAYING:
-        return f"Beside them the largest part is {what}, {percent(others[part])}: little to gain there."
-    return f"Beside them the largest part is {what}, {percent(others[part])}. {advice}"
+        return f"Next: only {percent(others[part])} is {what}, so there is little to gain."
+    return f"Next: {percent(others[part])} is {what}. {advice}"
 
 
 def _uneven(times: StepTimes) -> str:
@@ -176,7 +179,9 @@ def _lost(numbers: RunNumbers) -> str:
     worst = [(name, seconds) for name, seconds in worst if seconds > 0.005 * wall.total]
     sentence = f"{percent(wall.share)} of the time on the clock went into steps that count (goodput)"
     if worst:
-        sentence += f"; the rest mostly to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
+        sentence += (
+            f"; the rest went to {listed([f'{LOST[name]} ({duration(seconds)})' for name, seconds in worst])}"
+        )
     again = f" {count(numbers.again, 'step')} were done twice." if numbers.again else ""
     return f"{sentence}.{again}"
 

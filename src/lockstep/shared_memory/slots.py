@@ -119,8 +119,8 @@ class Peers:
             behind = self.words[line] < self.words[self.layout.word(self.rank)]
             if behind or (rank == awaited and is_missing()):
                 raise RuntimeError(
-                    f"Rank {name} has ended, while rank {self.names[self.rank]} waits for "
-                    f"it in {self.doing()}. Mend the cause on that rank."
+                    f"Rank {name} has ended, while rank {self.names[self.rank]} waits for it in {user_call()}, that is "
+                    f"{self.doing()}. Make this call on every rank, or see why rank {name} ended before it."
                 )
 
     def abort(self) -> None:
@@ -223,7 +223,7 @@ class RankSlots(Waitable):
                 for name, call in zip(self.peers.names, calls, strict=True)
             )
             raise CollectiveMismatchError(
-                f"The ranks called collectives that do not belong together (here by {user_call()}):{lines}\nMake every "
+                f"The ranks called different collectives (here by {user_call()}):{lines}\nMake every "
                 "rank call the same collectives in the same order, with tensors of the same size and dtype."
             )
 

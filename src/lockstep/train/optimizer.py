@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ class PreparedOptimizer(Optimizer):
         assert not optimizer.step_was_skipped
         ```
     """
+
+    # The learning rate at the last micro-batch of a window, and whether its change is still to be said.
+    _rate, _warns = None, True
 
     def __init__(
         self,
@@ -171,6 +175,8 @@ class PreparedOptimizer(Optimizer):
         return self._step_if_due(closure)
 
     def _step_if_due(self, closure: object) -> object:
+        if self._rate is not None or not self.gradient_state.sync_gradients:
+            self._compare_rate()
         if not self.gradient_state.sync_gradients:
             return None
         self.gradient_state.stepping = True
@@ -180,6 +186,18 @@ class PreparedOptimizer(Optimizer):
         finally:
             self.gradient_state.stepping = False
             self.gradient_state.clock.enter("other")
+
+    def _compare_rate(self) -> None:
+        """Warn once of a learning rate that changes between the micro-batches of one step."""
+        rate, before = self.optimizer.param_groups[0].get("lr"), self._rate
+        self._rate = None if self.gradient_state.sync_gradients else rate
+        if before is not None and rate != before and self._warns:
+            self._warns = False
+            warnings.warn(
+                "The learning rate changes between the micro-batches of one step: a scheduler that was not "
+                "prepared advances at each of them. Pass the scheduler to accelerator.prepare().",
+                stacklevel=4,
+            )
 
     def _step(self, closure: Any) -> object:
         if self.gradient_state.being_saved is not None:

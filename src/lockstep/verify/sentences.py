@@ -163,7 +163,7 @@ def _ratio(found: float, expected: float) -> str:
 
 
 def _percent(relative: float) -> str:
-    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
+    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g}%"
 
 
 def _shown(value: object) -> str:

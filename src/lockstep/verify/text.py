@@ -13,7 +13,7 @@ from lockstep.verify.judge.tolerance import SWITCHED
 from lockstep.verify.judge.verdict import Fault, Mismatch, ParityVerdict, Ratio, RunFacts
 from lockstep.verify.rounding import FEW
 from lockstep.verify.trace.items import ItemKind, TraceItem
-from lockstep.words import count, of_ranks, seven_digits, two_digits
+from lockstep.words import count, of_ranks, percent, seven_digits, two_digits
 
 FORMAT = "lockstep check 1"
 MOST_ROWS = 20
@@ -131,7 +131,7 @@ def remarks(verdict: ParityVerdict) -> list[str]:
         sentences.append(f"{count(len(verdict.findings) - MOST_ROWS, 'more tensor')} not listed.")
     if verdict.multiple:
         sentences.append(
-            f"A tensor may be off by {verdict.multiple:g} times what rounding explains "
+            f"Tolerance: {verdict.multiple:g} times the measured rounding error of each tensor "
             f"({verdict.multiple:g} * (1 + {FEW}/n) times if it has n elements)."
         )
     facts = verdict.facts
@@ -186,17 +186,15 @@ def _agreement(verdict: ParityVerdict) -> str:
     if not number:
         return "Nothing was compared: the two runs have no tensor in common."
     steps = facts.steps_compared or len({one.item.step for one in verdict.ratios if one.item.step})
-    most = ""
+    most = "."
     if largest is not None and largest.ratio > 0:
         what = f"{place(largest.item)}: {named(largest.item, facts)}"
-        most = f" (largest distance {two_digits(largest.ratio)} of what is allowed: {what})"
+        most = f". The largest difference ({what}) is {percent(largest.ratio)} of the tolerance."
     elif largest is not None:
-        most = " (bit for bit)"
-    compute = "computes" if facts.nproc == 1 else "compute"
-    computes = compute if facts.reference else "computes"
+        most = " bit for bit."
     return (
-        f"{count(facts.nproc, 'rank')}{with_} {compute} what {of} {computes}: {count(number, 'tensor')} of "
-        f"{count(steps, 'step')} {'agrees' if number == 1 else 'agree'}{most}."
+        f"OK: {count(facts.nproc, 'rank')}{with_} {'matches' if facts.nproc == 1 else 'match'} {of}: "
+        f"{count(number, 'tensor')} of {count(steps, 'step')} {'agrees' if number == 1 else 'agree'}{most}"
     )
 
 

@@ -72,6 +72,27 @@ def test_settings_of_other_ways_to_launch_are_read() -> None:
         assert message in refusal(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parallel:\n  zero: 3\n  tp: x\n", "run.yaml:3: parallel.tp=x is not an integer"),
+        ("parallel:\n  zero: 3\n  offlod: true\n", "run.yaml:3: parallel.offlod is an unknown word"),
+        (
+            "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_offload_params: false\n"
+            "  fsdp_sharding_strategy: FULL\n",
+            "run.yaml:5: fsdp_config.fsdp_sharding_strategy='FULL' is not one of",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  offload_optimizer_device: nvme\n"
+            "  offload_optimizer_nvme_path: nvme\n",
+            "(run.yaml:5: deepspeed_config.offload_optimizer_nvme_path) is not a folder",
+        ),
+    ],
+)
+def test_a_key_inside_of_a_section_is_named_with_its_own_line(text: str, message: str) -> None:
+    assert message in refusal(text)
+
+
 def test_sections_of_other_libraries_choose_the_way_to_launch(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nb slots=2\n")

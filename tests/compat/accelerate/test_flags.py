@@ -146,7 +146,7 @@ def test_every_other_option_is_refused_by_its_name(script: Path, capsys: pytest.
         for line in lines(option, script.parent):
             name = option.partition("=")[0].replace("_", "-")
             code, out, err = call(capsys, "launch", *line, "--dry-run", script)
-            assert (code, out, err.count("Error: ")) == (2, "", 1), line
+            assert (code, out, err.count("lockstep: error: ")) == (2, "", 1), line
             assert name in err.replace("_", "-"), (line, err)
 
 

@@ -52,11 +52,17 @@ class Run:
         self.coordinator.received(peer, {"kind": f"watch.{verb}", **values})
 
     def heartbeats(
-        self, ticks: int, boundaries: int = 1, slowest_s: float = 0.1, but: tuple[int, ...] = ()
+        self,
+        ticks: int,
+        boundaries: int = 1,
+        slowest_s: float = 0.1,
+        but: tuple[int, ...] = (),
+        part: str = "",
     ) -> None:
+        told = {"ticks": ticks, "boundaries": boundaries, "slowest_s": slowest_s, "part": part}
         for rank, peer in enumerate(self.peers):
             if rank not in but:
-                self.tell(peer, "heartbeat", ticks=ticks, boundaries=boundaries, slowest_s=slowest_s)
+                self.tell(peer, "heartbeat", **told)
 
     def wait(self, seconds: float, ticks: int = 1, but: tuple[int, ...] = (), **heartbeat: Any) -> None:
         """Time passes in ticks of 0.2 s, with heartbeats that tell of no progress; ``answer`` answers questions."""
@@ -199,7 +205,7 @@ def test_a_rank_that_gets_no_processor_is_slow_and_not_stuck(
     gets_one = True
     run.wait(15.0, but=silent)
     assert len(run.said) == 1
-    assert ("never releases Python's lock" if is_silent else "do not belong together") in run.said[0]
+    assert ("never releases Python's lock" if is_silent else "different collectives") in run.said[0]
 
 
 def test_a_process_is_looked_up_on_the_machine_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,6 +439,24 @@ def test_a_rank_that_starts_slowly_is_not_named_before_the_limit_of_a_start() ->
     assert "No rank has made progress for 6" in run.said[0]
 
 
+@pytest.mark.parametrize(
+    ("ticks", "part", "is_named"),
+    [
+        (3, "inference", True),
+        (9, "data", True),
+        (3, "backward", False),
+        (9, "forward", False),
+        (2, "data", False),
+    ],
+)
+def test_a_hang_of_an_evaluation_is_named_like_that_of_a_training(
+    ticks: int, part: str, is_named: bool
+) -> None:
+    run = Run()
+    run.wait(4.8, ticks=ticks, boundaries=0, part=part)
+    assert len(run.said) == is_named
+
+
 def test_a_rank_that_comes_while_the_others_are_asked_is_progress() -> None:
     said: list[str] = []
     coordinator = Coordinator(WatchSettings(startup_s=0.0), said.append)
@@ -469,7 +493,7 @@ def test_ranks_that_never_come_together_are_named_before_the_first_step() -> Non
     run = Run(2)
     answers_with(run, in_different_collectives)
     run.wait(5.0, boundaries=0)
-    assert "do not belong together" in run.said[0]
+    assert "different collectives" in run.said[0]
 
 
 def test_commits_are_counted_over_all_rounds_and_old_workers_are_not_heard() -> None:

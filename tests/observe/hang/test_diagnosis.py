@@ -84,14 +84,14 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         3,
         "mismatch",
         (1,),
-        "the ranks are in collectives that do not belong together: ranks 0, 2 in all_reduce #412 of float32 [4] at "
+        "the ranks are in different collectives: ranks 0, 2 in all_reduce #412 of float32 [4] at "
         "train.py:57, rank 1 in all_reduce #412 of float32 [5] at train.py:70. ",
     ), "operations": (
         [rank(0, collective()), rank(1, collective("broadcast", place=SAVE)), rank(2, collective())],
         3,
         "mismatch",
         (1,),
-        "the ranks are in collectives that do not belong together: ranks 0, 2 in all_reduce #412 of float32 [4] at "
+        "the ranks are in different collectives: ranks 0, 2 in all_reduce #412 of float32 [4] at "
         "train.py:57, rank 1 in broadcast #412 of float32 [4] at train.py:70. Make every rank take the same path",
     ), "one got through": (  # rank 1's broadcast ended without rank 0, which is in another operation of that number
         [
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         2,
         "mismatch",
         (0, 1),
-        "the ranks are in collectives that do not belong together: rank 0 in all_reduce #412 of float32 [4] at "
+        "the ranks are in different collectives: rank 0 in all_reduce #412 of float32 [4] at "
         "train.py:57, rank 1 in broadcast #412 of float32 [4]. ",
     ), "sizes may differ in an all_to_all": (
         [rank(0, collective("all_to_all")), rank(1, collective("all_to_all", sizes="[9]")), rank(2, place=SLOW)],
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         4,
         "mismatch",
         (0,),
-        "the ranks are in collectives that do not belong together: ranks 1-3 in all_reduce #412 (backward) of "
+        "the ranks are in different collectives: ranks 1-3 in all_reduce #412 (backward) of "
         "float32 [4] at train.py:57, rank 0 in all_gather #412 (Accelerator.save_state) of float32 [4] at "
         "train.py:70. Call Accelerator.save_state on every rank",
     ), "save_state in a group of its own": (
@@ -184,7 +184,8 @@ CASES: dict[str, tuple[list[Evidence | Silent], int, str, tuple[int, ...], str]]
         2,
         "spinning",
         (1,),
-        "rank 1 computes without answering: code that never releases Python's lock (the GIL; pid 101 on node; ",
+        "rank 1 does not answer: it gets no processor, or one call never releases Python's lock (the GIL; pid 101 on "
+        "node; ",
     ), "asleep with the lock": ([silent(0, "sleeping")], 1, "silent", (0,), "rank 0 sleeps without answering"),
     "disk": ([silent(0, "uninterruptible")], 1, "silent", (0,), "rank 0 waits in the kernel for a disk"),
     "gone": (

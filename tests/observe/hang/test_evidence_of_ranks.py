@@ -229,7 +229,7 @@ def test_ranks_that_wait_are_explained_with_rank_operation_number_and_lines(
     waits = rf"rank 1 is stopped \(.*\), and rank 0 waits for it in all_reduce #\d+ {at('all_reduce')}\. "
     check("stopped", waits, "stopped")
     differ = (
-        r"the ranks are in collectives that do not belong together: rank 0 in all_reduce #1 of float32 \[4\] "
+        r"the ranks are in different collectives: rank 0 in all_reduce #1 of float32 \[4\] "
         rf"{at('first')}, rank 1 in all_gather #1 of float32 \[8\] {at('other')}\. "
     )
     check("mismatch", differ, "mismatch", (0, 1))

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[..., tuple[Any, Any]], list[str], str]] = {
     "prepared model's": (
         of_the_prepared,
         ["zero=1", "zero=3"],
-        "AdamW .* was not passed to accelerator.prepare",
+        "AdamW .* was not prepared",
     ),
     "scheduled": (scheduled, ["zero=3"], "would train nothing"),
     "copy": (of_a_copy, ["ddp", "zero=2", "zero=3"], "of no prepared model"),

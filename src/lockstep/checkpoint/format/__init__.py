@@ -24,13 +24,7 @@ if not TYPE_CHECKING:
                 "Saved",
                 "versions",
             ],
-            "tensors": [
-                "ChunkMetadata",
-                "index_from_bytes",
-                "index_to_bytes",
-                "TensorEntry",
-                "TensorFile",
-                "TensorReader",
-            ],
+            "index": ["ChunkMetadata", "index_from_bytes", "index_to_bytes", "TensorEntry"],
+            "tensors": ["TensorFile", "TensorReader"],
         },
     )

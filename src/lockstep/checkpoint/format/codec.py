@@ -9,15 +9,13 @@ from __future__ import annotations
 import base64
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.checkpoint.format.documents import Document as Document
 from lockstep.errors import CheckpointError, UsageError
-
-Document: TypeAlias = dict[str, Any]
-"""An object of JSON, as ``encode`` gives it: what is in it is checked where it is read."""
 
 _TAG = "$"
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}

@@ -19,16 +19,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import numpy
-import torch
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep import __version__
-from lockstep.checkpoint.format.codec import Document
 from lockstep.errors import CheckpointError, UsageError
+
+Document: TypeAlias = dict[str, Any]
+"""An object of JSON, as ``encode`` gives it: what is in it is checked where it is read."""
 
 Chunk = bytes | bytearray | memoryview
 
@@ -311,6 +312,8 @@ def rank_file(rank: int) -> str:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Lockstep, torch, NumPy and Python."""
+    import torch
+
     return {
         "lockstep": __version__,
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: tensors.json (dtype, shape and chunks of each), and the safetensors files of the chunks.
+"""The safetensors files that hold the chunks of tensors.
 
 Files are written as a stream and read in slices. safetensors' own writer holds a copy of all tensors in memory and does
 not say what it wrote; reading is left to the library, which checks the header.
@@ -7,144 +7,23 @@ not say what it wrote; reading is left to the library, which checks the header.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import torch
-from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.format.documents import (
-    Extent,
-    Manifest,
-    Strict,
-    canonical,
-    check_name,
-    checked,
-    parse_json,
-)
+from lockstep.checkpoint.format.index import BITS
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.model.dtypes import DTYPES as FILE_DTYPES
+from lockstep.model.dtypes import DTYPES
 
 Item = TypeVar("Item")
 
-DTYPES = {
-    name: dtype
-    for name, dtype in FILE_DTYPES.items()
-    if name not in ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-}
-"""The dtypes that checkpoints have, by their names in safetensors files."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-Sizes = Annotated[tuple[Extent, ...], Field(strict=False)]
-"""Not strict, as JSON has lists for tuples; the numbers in it are."""
-
-
-class ChunkMetadata(BaseModel):
-    """Part of a tensor: ``shape`` elements from ``offsets`` on, under the name ``key`` in ``file``."""
-
-    model_config = Strict
-
-    file: str
-    key: str
-    offsets: Sizes
-    shape: Sizes
-
-
-class TensorEntry(BaseModel):
-    """A tensor, and where its chunks are."""
-
-    model_config = Strict
-
-    dtype: str
-    shape: Sizes
-    pieces: list[ChunkMetadata]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-Index = dict[str, TensorEntry]
-
-
-def index_to_bytes(index: Index) -> bytes:
-    return canonical({name: entry.model_dump() for name, entry in index.items()})
-
-
-def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
-    """Return the tensors of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: chunks lie outside of their tensor or don't fill it, or files of them are not listed.
-    """
-    document = parse_json(content, path)
-    if not isinstance(document, dict):
-        raise CheckpointError(
-            f"{path} is damaged: its tensors are not a dict of names. Load another checkpoint."
-        )
-    index = {name: checked(TensorEntry, entry, path) for name, entry in document.items()}
-    used: dict[str, int] = {}
-    places: set[tuple[str, str]] = set()
-    for name, entry in index.items():
-        _check_chunks(name, entry, path)
-        for chunk in entry.pieces:
-            if (chunk.file, chunk.key) in places:
-                raise CheckpointError(
-                    f"{path} places two pieces at {chunk.key!r} in {chunk.file!r}. Load another checkpoint."
-                )
-            places.add((chunk.file, chunk.key))
-            size = math.prod(chunk.shape) * entry.torch_dtype.itemsize
-            used[chunk.file] = used.get(chunk.file, 0) + size
-    for file, size in used.items():
-        if file not in manifest.files or size > manifest.files[file].size:
-            raise CheckpointError(
-                f"{path} places {size} bytes into {file!r}, which has "
-                f"{manifest.files[file].size if file in manifest.files else 'no'} bytes. Load another checkpoint."
-            )
-    return index
-
-
-def _check_chunks(name: str, entry: TensorEntry, path: str) -> None:
-    if entry.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."
-        )
-    # torch's strides would overflow.
-    if math.prod(max(size, 1) for size in entry.shape) >= 2**60:
-        raise CheckpointError(
-            f"{path}: {name} has the impossible shape {entry.shape}. Load another checkpoint."
-        )
-    filled = 0
-    for chunk in entry.pieces:
-        check_name(chunk.file)
-        inside = len(chunk.offsets) == len(chunk.shape) == len(entry.shape) and all(
-            offset + size <= whole
-            for offset, size, whole in zip(chunk.offsets, chunk.shape, entry.shape, strict=True)
-        )
-        if not inside:
-            raise CheckpointError(
-                f"{path}: a piece of {name} at {chunk.offsets} of shape {chunk.shape} lies outside the tensor's "
-                f"shape {entry.shape}. Load another checkpoint."
-            )
-        filled += math.prod(chunk.shape)
-    # Pieces that lie inside, have as many elements as the tensor and do not overlap fill it.
-    if filled != math.prod(entry.shape):
-        raise CheckpointError(
-            f"{path}: the pieces of {name} hold {filled} elements, but its shape {entry.shape} has "
-            f"{math.prod(entry.shape)}. Load another checkpoint."
-        )
-    if overlap(entry.pieces):
-        raise CheckpointError(f"{path}: pieces of {name} overlap. Load another checkpoint.")
+DTYPE_NAMES = {DTYPES[name]: name for name in BITS}
+"""The dtypes that checkpoints have, and their names in safetensors files."""
 
 
 def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> list[list[Item]]:
@@ -158,30 +37,6 @@ def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -
         parts[-1].append(item)
         size += nbytes(item)
     return parts
-
-
-def overlap(chunks: list[ChunkMetadata]) -> bool:
-    """Return whether two chunks share an element: a sweep along the dim that was cut most often."""
-    chunks = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    if len(chunks) < 2:
-        return False
-    dims = range(len(chunks[0].shape))
-    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=0)
-    # Pieces are met in the order of their first row: only those that have not ended can share one with the next.
-    open_ones: list[ChunkMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        open_ones = [o for o in open_ones if o.offsets[along] + o.shape[along] > chunk.offsets[along]]
-        if any(all(_overlap_along(chunk, other, dim) for dim in dims) for other in open_ones):
-            return True
-        open_ones.append(chunk)
-    return False
-
-
-def _overlap_along(one: ChunkMetadata, other: ChunkMetadata, dim: int) -> bool:
-    return (
-        one.offsets[dim] < other.offsets[dim] + other.shape[dim]
-        and other.offsets[dim] < one.offsets[dim] + one.shape[dim]
-    )
 
 
 METADATA = "__metadata__"

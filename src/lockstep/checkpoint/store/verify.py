@@ -20,7 +20,7 @@ from lockstep.checkpoint.format.documents import (
     Manifest,
     record_of,
 )
-from lockstep.checkpoint.format.tensors import index_from_bytes
+from lockstep.checkpoint.format.index import index_from_bytes
 from lockstep.checkpoint.store.base import Store, UnreachableError
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, LockstepError, NoCheckpointError
@@ -45,7 +45,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     path = f"{directory}/{MANIFEST}"
     try:
         content = store.read(path, LIMIT)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if store.exists(directory):
             raise NoManifestError(
                 f"{directory} is no checkpoint, or is damaged: {MANIFEST} is missing. Pass a directory that "

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, Chunk, check_name, parse_json
-from lockstep.checkpoint.format.tensors import DTYPES, ChunkMetadata, Index, TensorEntry, check_key
+from lockstep.checkpoint.format.index import BITS, ChunkMetadata, Index, TensorEntry
+from lockstep.checkpoint.format.tensors import check_key
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
 from lockstep.checkpoint.store.verify import verify_checkpoint
@@ -202,7 +203,7 @@ def _of_files(path: str, file: str | None = None) -> Index:
             for key in opened.keys():  # noqa: SIM118  (not a mapping)
                 stored = opened.get_slice(key)
                 dtype, shape = str(stored.get_dtype()), tuple(stored.get_shape())
-                if dtype not in DTYPES:
+                if dtype not in BITS:
                     raise CheckpointError(
                         f"{path}: {key} has the dtype {dtype}, which this version of torch does not know. Use "
                         "the file without converting it."

@@ -12,14 +12,8 @@ from itertools import product
 import torch
 
 from lockstep.checkpoint.format.documents import Chunk, record_of
-from lockstep.checkpoint.format.tensors import (
-    DTYPE_NAMES,
-    ChunkMetadata,
-    Index,
-    TensorFile,
-    TensorReader,
-    elements_of,
-)
+from lockstep.checkpoint.format.index import ChunkMetadata, Index
+from lockstep.checkpoint.format.tensors import DTYPE_NAMES, TensorFile, TensorReader, elements_of
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import CheckpointError, LockstepError
 

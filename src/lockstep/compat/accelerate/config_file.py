@@ -6,6 +6,7 @@ something that does not exist here yet.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,11 +118,35 @@ def load(path: str | Path) -> LoadedConfig:
     Raises:
         ConfigError: one message with file, line, key and the nearest valid name.
     """
+    if Path(path).suffix == ".py":
+        raise ConfigError(f"{path} is a script, not a configuration file. Write: --config-file FILE {path}")
     return from_yaml(read_yaml(path))
 
 
 def from_yaml(file: YamlFile) -> LoadedConfig:
     """Read a file that is already parsed, as :func:`load` does."""
+    try:
+        return _loaded(file)
+    except ConfigError as error:
+        text = _with_lines(file, str(error))
+        raise ConfigError(text if text.startswith(file.name) else f"{file.name}: {text}") from None
+
+
+def _with_lines(file: YamlFile, message: str) -> str:
+    """Return the message with the line of a key inside of a section, where it has that of the section."""
+    for path in file.lines:
+        section, key, at = (
+            re.escape(file.at(path[0])),
+            re.escape(path[-1]),
+            file.at(*path).replace("\\", r"\\"),
+        )
+        if len(path) == 2 and path[1].isidentifier():
+            message = re.sub(rf"{section}: '?{key}'?(?![\w-])", at, message)
+            message = re.sub(rf"(?<![\w-])({key}=\S+) \({section}\)", rf"\1 ({at})", message)
+    return message
+
+
+def _loaded(file: YamlFile) -> LoadedConfig:
     values: dict[str, object] = {}
     file, warnings = _without_idle_sections(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)
@@ -151,14 +176,10 @@ def from_yaml(file: YamlFile) -> LoadedConfig:
     gpus = file.at("distributed_type") if file.data.get("distributed_type") in DEVICE_TYPES else ""
     origins = _origins(file, values)
     config = _validate(file, values)
-    try:
-        spread = _spread(file, config)
-        if not spread.settings:
-            return LoadedConfig(config, origins, [*warnings, *spread.warnings], gpus=gpus)
-        added, words = _settings(file, config, spread.settings)
-    except ConfigError as error:
-        begins = str(error).startswith(file.name)
-        raise ConfigError(str(error) if begins else f"{file.name}: {error}") from None
+    spread = _spread(file, config)
+    if not spread.settings:
+        return LoadedConfig(config, origins, [*warnings, *spread.warnings], gpus=gpus)
+    added, words = _settings(file, config, spread.settings)
     if "parallel" in added:
         origins["parallel"] = joined_sources(words)
     names = {"num_processes": "processes"}
@@ -244,10 +265,7 @@ def _settings(
             config.num_processes, f"num_processes={config.num_processes} ({file.name})"
         )
     together = merge_settings(asked, own)
-    try:
-        parallel = parallel_of(together)
-    except ConfigError as error:
-        raise ConfigError(f"{next(iter(asked.values())).source}: {error}") from None
+    parallel = parallel_of(together)
     settings = {name: setting.value for name, setting in together.items() if name in IN_FILES}
     if any(name in together for name in PARALLEL_FIELDS):
         settings["parallel"] = str(parallel)

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.compat.deepspeed.keys import KEYS
 from lockstep.compat.rules import Translation, translate
 from lockstep.config.files import read_json
-from lockstep.config.parallel_words import HOST
+from lockstep.config.parallel_words import HOST, NOT_FOLDERS
 from lockstep.config.values import SettingValue, repr_short, suggestion
 from lockstep.errors import ConfigError
 
@@ -92,6 +92,10 @@ def _offloaded(settings: dict[str, SettingValue], part: str) -> tuple[str, str] 
         return HOST, device.source
     if folder is None:
         raise ConfigError(f"{device.source} has no folder. Set nvme_path in the same section.")
+    if folder.value.lower() in NOT_FOLDERS:
+        raise ConfigError(
+            f"{folder.source} is not a folder. Name a folder on a disk, such as /scratch/offload."
+        )
     return folder.value, f"{device.source} in {folder.value}"
 
 

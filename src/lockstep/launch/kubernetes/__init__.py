@@ -43,7 +43,7 @@ def launch(plan: LaunchPlan) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"-o {path}: cannot be written: {reason}. Name another file.") from None
-    say(f"lockstep launch: wrote {path}. Next: kubectl create -f {path}")
+    say(f"lockstep: wrote {path}. Next: kubectl create -f {path}")
     return 0
 
 

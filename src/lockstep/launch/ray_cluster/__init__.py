@@ -132,7 +132,7 @@ def _connect_and_run(plan: LaunchPlan) -> int:
 def _run(ray: Any, plan: LaunchPlan) -> int:
     lack = shortage(plan, ray.cluster_resources(), uses_gpus(plan, ray.cluster_resources()))
     if lack is not None:
-        say(f"lockstep launch: {lack}; waiting for more.")
+        say(f"lockstep: {lack}; waiting for more.")
     # Not raised: Ray's calls swallow what a handler raises.
     received = ReceivedSignals()
     with received_by(received.add):
@@ -144,7 +144,7 @@ def _run(ray: Any, plan: LaunchPlan) -> int:
     polite = {0, PREEMPTED} if received.stop is None else {0, PREEMPTED, of_signal(SIGTERM)}
     codes = {one.exit_code for one in results}
     if stop is not None and (received.end or len(results) < plan.nproc * plan.num_machines):
-        say(f"lockstep launch: ended by {stop.name}; all processes were ended.")
+        say(f"lockstep: ended by {stop.name}; all processes were ended.")
         return of_signal(stop)
     if stop is not None and codes == {of_signal(SIGTERM)}:
         # All ranks stopped; they have said where.

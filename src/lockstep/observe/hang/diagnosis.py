@@ -2,7 +2,7 @@
 
 Who waits for whom makes a graph: a rank in a collective waits for the members of its group that have not entered
 it, a rank that receives waits for the one that sends. Those at the end of the chains, who wait for nobody, hold up
-the run. Where there is no end, ranks entered collectives that do not belong together.
+the run. Where there is no end, ranks entered different collectives.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ SILENCE = {
     "stopped": ("stopped", "is stopped (SIGSTOP or a debugger", "Let it go on with `kill -CONT`, or end it."),
     "running": (
         "spinning",
-        "computes without answering: code that never releases Python's lock (the GIL",
-        "Look there for a long regular expression or a call into a C library; `py-spy dump` shows it.",
+        "does not answer: it gets no processor, or one call never releases Python's lock (the GIL",
+        "Look at the load of its machine, and at the call with `py-spy dump`: a long regular expression, a C library.",
     ),
     "uninterruptible": (
         "silent",
@@ -193,7 +193,7 @@ def of_mismatch(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
             what = "shapes and dtypes" if alike else "path"
             parts = [(entered(met[side[0]], seen.get(side[0]), True), side) for side in sides.values()]
             found = parted(
-                "the ranks are in collectives that do not belong together",
+                "the ranks are in different collectives",
                 parts,
                 seen,
                 f"Make every rank take the same {what} to this collective.",
@@ -234,8 +234,9 @@ def of_circle(waits: Waits, seen: dict[int, Evidence]) -> Finding | None:
     if len(at) == 1 and len(waiting) == len(seen) and seen[waiting[0].rank].call not in ("", *operations):
         # A call of the library in which the script does the same on all of them, so that it is not to be mended.
         call, place = at.pop()
-        fact = f"all ranks are in {call} at {place}, in collectives of which none ends"
-        return finding("slow", seen, fact, "Look at their stacks (py-spy dump --pid PID), and report them.")
+        fact = f"all ranks are in {call} at {place}, in collectives that do not end"
+        advice = "On a busy machine this is only slow; if it does not end, report the stacks (py-spy dump --pid PID)."
+        return finding("slow", seen, fact, advice)
     sides = grouped(((wait.key, wait.collective.operation), wait) for wait in waiting).values()
     parts = [
         (entered(side[0].collective, seen.get(side[0].rank)), [wait.rank for wait in side]) for side in sides

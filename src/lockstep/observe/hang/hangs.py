@@ -42,8 +42,8 @@ class WatchSettings:
     Attributes:
         hang_after_s: The least time without progress that is a hang.
         hang_timeout_s: How long a hang may last.
-        startup_s: Until the first optimizer step both are at least this, since ranks wait for one that imports,
-            downloads or compiles.
+        startup_s: Until the first optimizer step, or some batches of an evaluation, both are at least this, since ranks
+            wait for one that imports, downloads or compiles.
     """
 
     hang_after_s: float = 5.0
@@ -227,7 +227,8 @@ class HangJudge:
                 return False
             if finding.cause not in NAMED_THOUGH_NOBODY_WAITS:
                 return still_s >= NOBODY_WAITS_FACTOR * self._limit_s(running)
-        has_started = any(state.steps or state.boundaries for state in self._round.ranks.values())
+        ranks = self._round.ranks.values()
+        has_started = any(one.steps or one.boundaries for one in ranks) or all(one.evaluates for one in ranks)
         return has_started or finding.cause in CERTAIN or still_s >= self._settings.startup_s
 
     def _silent(self, rank: int, state: WatchedRank, now: float) -> Silent:

@@ -61,6 +61,11 @@ class WatchedRank:
     done_at: int | None = None
 
     @property
+    def evaluates(self) -> bool:
+        """It has been through two batches or calls, and is in no pass of training: nothing is left to compile."""
+        return self.ticks >= 3 and self.part not in ("forward", "backward", "optimizer")
+
+    @property
     def is_done(self) -> bool:
         """It has called ``end_training``: what it does now concerns nobody."""
         return self.done_at is not None

@@ -31,7 +31,7 @@ WRITTEN_EVERY_S = 0.05
 SHOWN_EVERY_S = 0.25
 """Where they are not: the latest are shown, and told to other ranks."""
 PEAK_AFTER_S = 30.0
-"""Of a run, after which a CPU's peak is measured: that takes 0.1 % of this."""
+"""Of a run, after which a CPU's peak is measured: that takes 0.1% of this."""
 
 
 @dataclass(slots=True)

@@ -162,6 +162,7 @@ class StepRecorder:
     def call_begins(self, module: nn.Module, args: object, kwargs: object = None) -> None:
         """Note that a prepared model is called; ``kwargs`` None: in parts, between which others run."""
         if not torch.is_grad_enabled():
+            self._state.clock.ticks += 1
             part = self._parts.enter("inference")
             self._around_inference = part if part != "inference" else self._around_inference
             return

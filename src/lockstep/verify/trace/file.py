@@ -17,11 +17,12 @@ from typing import BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.format.tensors import DTYPES, dtype_name
+from lockstep.checkpoint.format.tensors import dtype_name
 from lockstep.comm.collectives import as_bytes
 from lockstep.comm.layout import ShardRegion
 from lockstep.config.files import JsonObject, check_plain_file, replacing
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.model.dtypes import DTYPES
 from lockstep.verify.trace.items import TraceItem
 from lockstep.verify.trace.measure import as_regions
 
