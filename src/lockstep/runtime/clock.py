@@ -43,6 +43,11 @@ class Parts:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.at_enter: Callable[[str], None] | None = None
 
+    @property
+    def part(self) -> str:
+        """In which it is now. May be asked by any thread."""
+        return self._part
+
     def enter(self, part: str) -> str:
         """Enter a part. Returns the one before."""
         now = self._now()

@@ -25,6 +25,7 @@ class WorkerConnection(Protocol):
 
 
 MOST_NUMBERS = 32
+LONGEST_WORD = 40
 MOST = 1e300
 
 
@@ -33,6 +34,7 @@ class WatchedRank:
     """What is known of one worker. Times are the coordinator's own monotonic seconds.
 
     Attributes:
+        part: Of a step, in which its main thread was when it told so last.
         own: Numbers of its latest step, by name.
         latest: What a progress line shows of the run, from rank 0; what is no finite number is a word.
         passed: The step boundary that it passed last when it heard that all are to stop; None: it has not said.
@@ -59,6 +61,7 @@ class WatchedRank:
     machine: str = ""
     waited_s: float = 0.0
     done_at: int | None = None
+    part: str = ""
 
     @property
     def evaluates(self) -> bool:
@@ -85,6 +88,7 @@ class WatchedRank:
         self.local_s = seconds_of(message, "local_s")
         own = message.get("own")
         self.own = own if isinstance(own, Mapping) else {}
+        self.part = str(message.get("part", ""))[:LONGEST_WORD]
         self.latest = numbers_of(message.get("latest"))
 
 

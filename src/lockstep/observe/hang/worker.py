@@ -159,6 +159,7 @@ class WorkerWatch:
                 slowest_s=clock.slowest_s,
                 local_s=statistics.median(local) if local else 0.0,
                 own=dict(clock.own),
+                part=clock.parts.part,
                 waited_s=waited_of_main_thread_s(),
                 latest=json_numbers(clock.latest() if clock.latest is not None else {}),
             )
