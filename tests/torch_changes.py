@@ -76,9 +76,10 @@ def table(record: dict[str, dict[str, str]], part: str) -> str:
 def with_tables(page: str, record: dict[str, dict[str, str]]) -> str:
     """The page with the table of each part between its two marks."""
     for part in PARTS:
-        begin, end = f"<!-- {part} -->\n\n", f"\n<!-- end of {part} -->"
-        before, _, rest = page.partition(begin)
-        page = before + begin + table(record, part) + end + rest.partition(end)[2]
+        between = re.compile(rf"(?<=<!-- {part} -->\n\n).*?(?=<!-- end of {part} -->)", re.DOTALL)
+        page, found = between.subn(lambda _, part=part: table(record, part) + "\n", page)
+        if found != 1:
+            raise ValueError(f"the page has {found} places for the table of {part}, and not 1")
     return page
 
 

@@ -22,6 +22,7 @@ OF_OTHERS = {
     *("--include", "--exclude"),  # of DeepSpeed
     *("--cpus-per-task", "--job-name", "--open-mode", "--requeue", "--signal"),  # of Slurm
     *("--gpus-per-task", "--gpu-bind"),  # of Slurm
+    *("--log-line-prefix-template", "--print-completion"),  # of torchrun
     *("--cp-size", "--tp-size", "--dp-replicate-size", "--dp-shard-size"),  # of Accelerate's examples
 }
 
