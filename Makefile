@@ -59,7 +59,7 @@ test-processors: $(VENV)/.test  ## the tests of the numbers under each set of ke
 
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
-TORCH_TESTS := torch_internals shared_memory parallel/test_parity.py parallel/zero/test_window.py parallel/zero/test_parity.py \
+TORCH_TESTS := test_torch_changes.py torch_internals shared_memory parallel/test_parity.py parallel/zero/test_window.py parallel/zero/test_parity.py \
   parallel/zero/test_models.py parallel/zero/test_optimizers.py parallel/optimizers parallel/test_loops.py \
   parallel/test_split_parity.py parallel/pipeline parallel/tensor checkpoint/test_sharded_state.py \
   checkpoint/test_parameters.py checkpoint/test_rank_state.py data/test_plain_order.py train compat/deepspeed examples

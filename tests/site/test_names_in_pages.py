@@ -23,6 +23,7 @@ OF_OTHERS = {
     *("--cpus-per-task", "--job-name", "--open-mode", "--requeue", "--signal"),  # of Slurm
     *("--gpus-per-task", "--gpu-bind"),  # of Slurm
     *("--local-rank", "--use-env"),  # of torch.distributed.launch
+    *("--log-line-prefix-template", "--print-completion"),  # of torchrun
     *("--cp-size", "--tp-size", "--dp-replicate-size", "--dp-shard-size"),  # of Accelerate's examples
 }
 

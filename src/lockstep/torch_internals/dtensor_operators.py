@@ -60,6 +60,18 @@ BESIDE = (
 DIFFERENCES = (aten.add.Tensor, aten.sub.Tensor)
 """Those whose gradients need no other argument."""
 
+MEAN, SUM = 1, 2
+"""Reductions of losses, as operators have them."""
+LOSSES = (
+    *(aten.mse_loss.default, aten.mse_loss_backward.default),
+    *(aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default),
+    *(aten.huber_loss.default, aten.huber_loss_backward.default),
+    *(aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default),
+    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
+    aten.binary_cross_entropy_with_logits.default,
+)
+"""Losses of which torch averages the ranks' means, and multiplies the gradient by the number of ranks."""
+
 OF_LAYERS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.embedding.default, aten.native_layer_norm.default, aten.convolution.default),
@@ -90,6 +102,8 @@ def behave_like_plain(shard_like: Sharded) -> None:
 
     A DTensor that is changed by one on another mesh gets it in its own layout. Collective. A plain tensor that is
     multiplied by a sharded weight is refused in our words.
+
+    A loss such as ``mse_loss`` is the mean over the whole tensor, and so is its gradient.
 
     Where no gradient is asked for, a whole tensor beside a DTensor of its shape, as in averages of weights, gives a
     whole tensor: the DTensor is gathered. Collective.
@@ -144,6 +158,7 @@ class _PlainOperators:
             (CHANGING, self._change),
             (BESIDE, self._beside),
             (OF_LAYERS, self._multiply),
+            (LOSSES, self._mean_loss),
         ):
             self._handlers.update(dict.fromkeys(operators, handler))
 
@@ -227,6 +242,19 @@ class _PlainOperators:
             "weight was used there, so the weight was not gathered. Call the block or the model. If you need no "
             "gradient, gather the weight: with lockstep.utils.GatheredParameters(module.parameters())."
         ) from torchs
+
+    def _mean_loss(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
+        arguments = op._schema.arguments
+        # torch leaves out arguments at the end that are as by default.
+        given = [*args, *(kwargs.get(one.name, one.default_value) for one in arguments[len(args) :])]
+        place = [one.name for one in arguments].index("reduction")
+        if given[place] != MEAN:
+            return self._as_torch(op, args, kwargs)
+        given[place] = SUM
+        if arguments[0].name == "grad_output":
+            return self._as_torch(op, (given[0] / given[1].numel(), *given[1:]), {})
+        total: Any = self._as_torch(op, tuple(given), {})
+        return total / given[0].numel()
 
     def _as_torch(self, op: OpOverload, args: OperatorArguments, kwargs: dict[str, object]) -> object:
         """Return what torch would have done."""

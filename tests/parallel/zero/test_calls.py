@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.zero import calls
+from parallel.zero import calls, weight_losses
 from tests.marks import needs_a_restart
 
 
@@ -30,3 +30,7 @@ def test_a_part_of_a_block_that_is_used_by_itself_is_refused_with_what_to_do(run
                 "of which each rank has a part, was combined with a plain tensor of shape (2, 8)" in sentence
             )
             assert "Call the block or the model" in sentence and "GatheredParameters" in sentence
+
+
+def test_a_loss_of_weights_and_its_gradient_are_those_of_the_whole_weights(run_distributed) -> None:
+    assert run_distributed(weight_losses.wrong, 2, 3) == [[]] * 2
