@@ -230,6 +230,8 @@ def test_bad_input_is_exit_code_2_and_one_message(
         (["--nproc", "2", "--gpu-ids", "0"], "--gpu-ids names 1 GPUs"),
         (["--parallel", "fsdp"], "Did you mean 'zero=3'?\n"),
         (["run.yaml"], "Write --config-file run.yaml SCRIPT"),
+        (["lockstep.py"], "hides the package lockstep"),
+        (["--config-file", "lockstep.py"], "lockstep.py is a script, not a configuration file"),
     ],
 )
 def test_errors_have_the_words_that_were_typed(
@@ -241,6 +243,7 @@ def test_errors_have_the_words_that_were_typed(
 ) -> None:
     monkeypatch.chdir(script.parent)
     Path("run.yaml").touch()
+    Path("lockstep.py").touch()
     code, _, err = call(capsys, "launch", *arguments, script)
     assert (
         code == 2 and message in err and not re.search(r"num_machines|machine_rank|gpu_ids|main_process", err)

@@ -54,6 +54,8 @@ def read_yaml(path: str | Path) -> YamlFile:
             duplicate key, an alias or a tag of an object.
     """
     name = str(path)
+    if name.endswith(".py"):
+        raise ConfigError(f"{name} is a script, not a configuration file. Name a YAML or JSON file.")
     text = read_text(path, MAX_YAML_BYTES, "YAML")
     return parse_yaml(text, name)
 

@@ -28,6 +28,9 @@ TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
 """Kinds of values that travel on as the environment has them."""
 
 
+MISSING = "does not exist. Check the path, or use -m for a module or --no-python for another program"
+
+
 @dataclass(frozen=True)
 class Program:
     """What each worker runs: a script, a module (``-m``), or any command (``no_python``).
@@ -61,33 +64,25 @@ class Program:
         if self.elsewhere and self.target.isprintable() and Path(self.target).name:
             return (*python, self.target, *self.arguments)
         try:
-            kind = (
-                "missing"
-                if not Path(self.target).exists()
-                else "directory"
-                if _is_package(self.target)
-                else ""
-            )
+            problem = _problem(Path(self.target))
         except (OSError, ValueError):
             # A name too long for the file system, or with a NUL.
-            kind = "missing"
-        if not kind and Path(self.target).suffix in (".yaml", ".yml", ".json"):
-            raise ConfigError(
-                f"{self.target[:200]!r} is a configuration file, not a script. Write --config-file {self.target[:200]} "
-                "SCRIPT."
-            )
-        if kind:
-            what = "does not exist" if kind == "missing" else "is a directory without __main__.py"
-            raise ConfigError(
-                f"the script {self.target[:200]!r} {what}. Check the path, or use -m for a module or --no-python "
-                f"for another program."
-            )
+            problem = MISSING
+        if problem:
+            raise ConfigError(f"the script {self.target[:200]!r} {problem}.")
         return (*python, self.target, *self.arguments)
 
 
-def _is_package(target: str) -> bool:
-    path = Path(target)
-    return path.is_dir() and not (path / "__main__.py").exists()
+def _problem(script: Path) -> str:
+    """Return why Python cannot run this file or folder; "": it can."""
+    if not script.exists():
+        return MISSING
+    if script.is_dir() and not (script / "__main__.py").exists():
+        return "is a directory without __main__.py. Check the path, or use -m for a module"
+    if script.suffix in (".yaml", ".yml", ".json"):
+        return f"is a configuration file. Write --config-file {str(script)[:200]} SCRIPT"
+    hides = script.name in ("lockstep.py", "torch.py")
+    return f"hides the package {script.stem}, which it imports. Rename it" if hides else ""
 
 
 @dataclass(frozen=True)

@@ -73,17 +73,12 @@ def what_it_did(numbers: RunNumbers) -> str:
     if numbers.goodput is not None:
         sentence += f" in {duration(numbers.goodput.total)}"
     if ranks := numbers.world_sizes:
-        sentence += f" on {_ranks(ranks)}"
+        shown = [str(size) for size in ranks]
+        shown = shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]]
+        sentence += f" on {count(ranks[0], 'rank') if len(ranks) == 1 else ', then '.join(shown) + ' ranks'}"
     if math.isfinite(numbers.epoch):
         sentence += f"; it ended in epoch {whole(numbers.epoch)} (the first is epoch 0)"
     return f"{sentence}."
-
-
-def _ranks(sizes: list[int]) -> str:
-    shown = [str(size) for size in sizes]
-    if len(shown) > 8:
-        shown = [*shown[:4], "...", *shown[-3:]]
-    return count(sizes[0], "rank") if len(sizes) == 1 else f"{', then '.join(shown)} ranks"
 
 
 def how_it_learnt(numbers: RunNumbers) -> list[str]:
@@ -206,8 +201,11 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     elif numbers.status is RunStatus.HANGS:
         sentence = f"It stands still{at}{f': {reason}' if reason else ''}."
     elif numbers.status is RunStatus.RUNNING:
-        last_time = date(numbers.last_time)
-        sentence = f"It runs; the last step was {whole(numbers.last_step)}{_to_do(numbers)}, on {last_time}."
+        left, total = numbers.seconds_left, whole(numbers.total_steps)
+        to_do = f" of {total}, with {duration(left)} left" if math.isfinite(left) else ""
+        sentence = (
+            f"It runs; the last step was {whole(numbers.last_step)}{to_do}, on {date(numbers.last_time)}."
+        )
     elif numbers.status is RunStatus.SILENT:
         sentence = (
             f"It ended without a word{at}: the last sign of it is of {date(numbers.last_time)}. The process was killed"
@@ -216,12 +214,6 @@ def why_it_stopped(numbers: RunNumbers) -> str:
     else:
         sentence = "It has not made a step yet."
     return sentence
-
-
-def _to_do(numbers: RunNumbers) -> str:
-    if not math.isfinite(numbers.seconds_left):
-        return ""
-    return f" of {whole(numbers.total_steps)}, with {duration(numbers.seconds_left)} left"
 
 
 def _hung_before(numbers: RunNumbers) -> str:

@@ -118,8 +118,6 @@ def load(path: str | Path) -> LoadedConfig:
     Raises:
         ConfigError: one message with file, line, key and the nearest valid name.
     """
-    if Path(path).suffix == ".py":
-        raise ConfigError(f"{path} is a script, not a configuration file. Write: --config-file FILE {path}")
     return from_yaml(read_yaml(path))
 
 
