@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options
+from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options, reads_local_rank
 from lockstep.compat.accelerate.flags import FP8_FLAGS, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
@@ -233,6 +233,11 @@ def _without_effect(
         yield (
             f"{flag} comes after {target}, so it is passed to the script. If it is meant for the launch, write "
             f"it before {target}."
+        )
+    if reads_local_rank(program.target):
+        yield (
+            f"{program.target} has an option --local_rank, which is not passed. Read os.environ['LOCAL_RANK'] in its "
+            "place, as with torchrun."
         )
     asked = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
     if asked and plan.transport.backend == LOCAL and not plan.settings["use_cpu"].value:

@@ -14,6 +14,7 @@ from lockstep.compat.accelerate.flags import (
     FOREIGN_SWITCHES,
     REFUSED,
     REFUSED_SWITCHES,
+    UNUSED_FLAGS,
     UNUSED_SWITCHES,
 )
 from lockstep.config.settings import TOPICS
@@ -42,6 +43,10 @@ def options() -> list[click.Parameter]:
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)
         for name in UNUSED_SWITCHES
     ]
+    unused += [
+        click.Option(["--" + dashes(name), name], type=str, hidden=True, expose_value=False)
+        for name in UNUSED_FLAGS
+    ]
     tee_all = click.Option(["--tee-all", "tee_all"], is_flag=True, hidden=True)
     return [*shown, *foreign, *switches, *unused, tee_all]
 
@@ -53,12 +58,24 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     found = [word for word in dict.fromkeys(words) if dashes(word) in shown]
     if not found:
         return []
-    try:
-        text = Path(script).read_text(errors="replace")
-    except OSError:  # a module or another program
+    text = _text(script)
+    if text is None:
         return []
     own = dashes(text)
     return [word for word in found if dashes(word).strip("-") not in own]
+
+
+def reads_local_rank(script: str) -> bool:
+    """Return whether a script takes its local rank from an option alone, which torch.distributed.launch passes."""
+    text = _text(script) or ""
+    return re.search(r"--local[_-]rank\b", text) is not None and "LOCAL_RANK" not in text
+
+
+def _text(script: str) -> str | None:
+    try:
+        return Path(script).read_text(errors="replace")
+    except OSError:  # a module or another program
+        return None
 
 
 def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:
