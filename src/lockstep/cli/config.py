@@ -137,6 +137,11 @@ def convert_command(source: str, output: str | None, ranks: int | None, force: b
     from lockstep.errors import ConfigError
 
     settings, warnings = convert(source, ranks)
+    described = {name: settings[name] for name in ("optimizer", "scheduler") if name in settings}
+    if described:
+        from lockstep.compat.deepspeed.described import check_described  # with torch
+
+        check_described(**{name: SETTINGS[name].kind.read(value, name) for name, value in described.items()})
     for warning in warnings:
         click.echo(escape(warning), err=True)
     text = f"# Converted from {Path(source).name!r}, for `lockstep launch`.\n" + as_yaml(settings)

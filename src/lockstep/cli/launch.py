@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from lockstep.cli.launch_options import LaunchCommand, dashes, misplaced, options, trains_alone
+from lockstep.cli.launch_options import (
+    LaunchCommand,
+    dashes,
+    misplaced,
+    options,
+    reads_local_rank,
+    trains_alone,
+)
 from lockstep.compat.accelerate.flags import FP8_FLAGS, check_refused, spread_settings
 from lockstep.compat.deepspeed.config import from_deepspeed
 from lockstep.compat.rules import Translation
@@ -236,6 +243,11 @@ def _without_effect(
             f"{target} uses neither Lockstep nor torch.distributed, so each of the {plan.nproc * plan.num_machines} "
             "processes trains the whole script by itself. Add the five lines of `from lockstep import Accelerator` "
             '(the page "Your first run"), or launch one process.'
+        )
+    if reads_local_rank(program.target):
+        yield (
+            f"{program.target} has an option --local_rank, which is not passed. Read os.environ['LOCAL_RANK'] in its "
+            "place, as with torchrun."
         )
     asked = "--multi-gpu" if options["multi_gpu"] else loaded.gpus if loaded is not None else ""
     asked = asked or ("--gpu-ids" if options["gpu_ids"] is not None else "")

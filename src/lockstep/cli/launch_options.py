@@ -14,6 +14,7 @@ from lockstep.compat.accelerate.flags import (
     FOREIGN_SWITCHES,
     REFUSED,
     REFUSED_SWITCHES,
+    UNUSED_FLAGS,
     UNUSED_SWITCHES,
 )
 from lockstep.config.settings import TOPICS
@@ -46,6 +47,10 @@ def options() -> list[click.Parameter]:
         click.Option(["--" + dashes(name), name], is_flag=True, hidden=True, expose_value=False)
         for name in UNUSED_SWITCHES
     ]
+    unused += [
+        click.Option(["--" + dashes(name), name], type=str, hidden=True, expose_value=False)
+        for name in UNUSED_FLAGS
+    ]
     tee_all = click.Option(["--tee-all", "tee_all"], is_flag=True, hidden=True)
     return [*shown, *foreign, *switches, *unused, tee_all]
 
@@ -58,7 +63,8 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     if not found:
         return []
     own = dashes(text_of(script))
-    return [word for word in found if dashes(word).strip("-") not in own]
+    # A module or another program has no text.
+    return [word for word in found if own and dashes(word).strip("-") not in own]
 
 
 def text_of(script: str) -> str:
@@ -73,6 +79,12 @@ def trains_alone(script: str) -> bool:
     """Return whether the script's own text trains in plain torch, and has no word of any library that knows ranks."""
     text = text_of(script)
     return ".backward(" in text and KNOWS_RANKS.search(text) is None
+
+
+def reads_local_rank(script: str) -> bool:
+    """Return whether a script takes its local rank from an option alone, which torch.distributed.launch passes."""
+    text = text_of(script)
+    return re.search(r"--local[_-]rank\b", text) is not None and "LOCAL_RANK" not in text
 
 
 def joined_tee(words: Sequence[str], taking_values: Collection[str]) -> list[str]:

@@ -120,7 +120,7 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
         _flag("dry_run", kinds.SWITCH, "Print what would run, and run nothing.", "--dry-run"),
     ),
     "Processes of a machine": (
-        _flag("nproc", _PROCESSES, "Processes on each machine.", "--nproc --nproc-per-node"),
+        _flag("nproc", _PROCESSES, "Processes on each machine.", "--nproc --nproc-per-node --num-gpus"),
         Setting("num_processes", _PROCESSES, "Processes over all machines.", "--num-processes"),
         Setting("num_cpu_threads_per_process", kinds.integer(1, MAX_THREADS),
                 "Threads of each process (default: cores / processes).",
@@ -182,10 +182,11 @@ TOPICS: dict[str, tuple[Setting, ...]] = {
     ),
     "Several machines, one command on each": (
         Setting("num_machines", kinds.MACHINES, "Number of machines; with MIN:MAX they may leave and join.",
-                "--nnodes --num-machines", 1, note='a number, or `"1:4"`'),
+                "--nnodes --num-machines --num-nodes", 1, note='a number, or `"1:4"`'),
         Setting("min_machines", _MACHINES, note="the least, where machines may leave and join"),
         _flag("rdzv", kinds.ENDPOINT,
-              "Where the machines meet: an address of one of them, and a free port there.", "--rdzv"),
+              "Where the machines meet: an address of one of them, and a free port there.",
+              "--rdzv --rdzv-endpoint"),
         Setting("machine_rank", kinds.integer(0, MAX_MACHINES - 1),
                 "This machine's number, from 0 (default: in the order of arrival).", "--node-rank --machine-rank"),
         Setting("main_process_ip", kinds.HOST, "Address of the machine with rank 0.",

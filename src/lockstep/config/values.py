@@ -22,7 +22,7 @@ MAX_SECONDS = 10_000_000.0
 MAX_INTERVAL_S = 3600.0
 RENDEZVOUS_KEYS = ("join_timeout", "last_call_timeout", "heartbeat_timeout")
 SHORTEST_SILENCE_S = 5
-WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,63}")
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}")  # Linux allows 15 bytes
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 DECIMAL = re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
@@ -276,7 +276,7 @@ def parse_interval(value: object) -> float:
 def parse_word(value: object) -> str:
     """Return a name of one line, as processes are called; raises ConfigError."""
     if not isinstance(value, str) or not WORD.fullmatch(value):
-        raise ConfigError(f"{repr_short(value)} is not a name of letters, digits and ._- (at most 64)")
+        raise ConfigError(f"{repr_short(value)} is not a name of letters, digits and ._:- (at most 64)")
     return value
 
 

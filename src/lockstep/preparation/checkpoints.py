@@ -26,6 +26,7 @@ from lockstep.user_call import one_rank_line
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.observe.hang.process import ProcessWatch
+    from lockstep.observe.trackers.run import TrackerSet
     from lockstep.preparation.rollback import Rollback
     from lockstep.preparation.window import AccumulationState
 
@@ -38,11 +39,14 @@ class CheckpointMethods(AcceleratorParts):
     _preemption_hook: Callable[[], str] | None = None
     _save_began = 0.0
     _has_saved_alone = False
+    _log_with: object
 
     if TYPE_CHECKING:
 
         @property
         def _window(self) -> AccumulationState: ...
+        @property
+        def _trackers(self) -> TrackerSet: ...
         def end_training(self) -> None: ...
 
     def register_for_checkpointing(self, *objects: object) -> None:
@@ -256,6 +260,8 @@ class CheckpointMethods(AcceleratorParts):
         if self._preparation.spikes is not None and not self._checkpointer.is_in_memory(path):
             self._preparation.spikes.loaded(path)
         self.measures.loaded(path, self._window.loaded_steps, time.perf_counter() - began)
+        if self._log_with is not None:
+            self._trackers.loaded()
         for observer in RunObserver.registered:
             observer.checkpoint_loaded(path)
         return path

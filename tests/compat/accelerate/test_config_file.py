@@ -170,7 +170,6 @@ def test_every_key_of_accelerate_is_known() -> None:
         ("MULTI_CPU", "MULTI_CPI", "run.yaml:3: distributed_type: 'MULTI_CPI' is not one of"),
         ("MULTI_CPU", "MEGATRON_LM", "run.yaml:3: distributed_type: MEGATRON_LM is not available"),
         ("MULTI_CPU", "MULTI_GPU", "run.yaml:16: use_cpu is true"),
-        ("MULTI_CPU", "'NO'", "run.yaml:10: num_processes is 2"),
         (
             "LOCAL_MACHINE",
             "AMAZON_SAGEMAKER",

@@ -146,7 +146,7 @@ def _with_lines(file: YamlFile, message: str) -> str:
 
 def _loaded(file: YamlFile) -> LoadedConfig:
     values: dict[str, object] = {}
-    file, warnings = _without_idle_sections(file)
+    file, warnings = _without_idle_keys(file)
     known = (*IN_FILES, *OTHER_KEYS, *SECTIONS, *ONLY_IN_ACCELERATE)
     for key, value in file.data.items():
         rule = OTHER_KEYS.get(key)
@@ -193,20 +193,22 @@ def _origins(file: YamlFile, values: dict[str, object]) -> dict[str, str]:
     return {key: file.at(key if key in file.data else "distributed_type") for key in values}
 
 
-def _without_idle_sections(file: YamlFile) -> tuple[YamlFile, list[str]]:
-    """Return the file without sections that ``distributed_type: NO`` switches off, and a warning for each of them."""
+def _without_idle_keys(file: YamlFile) -> tuple[YamlFile, list[str]]:
+    """Return the file without keys that ``distributed_type: NO`` switches off, and a warning for each of them."""
     # YAML reads an unquoted NO as false.
     if file.data.get("distributed_type") not in (DistributedType.NO, False):
         return file, []
     idle = {
-        key: own.value
+        key: f"Set {own.value} to shard."
         for key, (_, own) in SECTIONS.items()
         if own is not None and not is_off(file.data.get(key))
     }
+    # Accelerate starts one process whatever the number.
+    if file.data.get("num_processes") not in (None, 1, "1"):
+        idle["num_processes"] = "Set MULTI_CPU or MULTI_GPU for several processes."
     data = {key: value for key, value in file.data.items() if key not in idle}
     return replace(file, data=data), [
-        f"{file.at(key)} has no effect: distributed_type is NO. Set {own} to shard."
-        for key, own in idle.items()
+        f"{file.at(key)} has no effect: distributed_type is NO. {instead}" for key, instead in idle.items()
     ]
 
 
@@ -302,11 +304,6 @@ def _apply_type(file: YamlFile, values: dict[str, object]) -> None:
     if kind in DEVICE_TYPES and values.get("use_cpu") is True:
         raise ConfigError(
             f"{file.at('use_cpu')} is true but distributed_type is {kind}. Set MULTI_CPU, or use_cpu: false."
-        )
-    if kind in (DistributedType.NO, False) and str(values.get("num_processes", 1)) != "1":
-        raise ConfigError(
-            f"{file.at('num_processes')} is {repr_short(values['num_processes'])} but distributed_type is NO. "
-            f"Set MULTI_CPU or MULTI_GPU, or num_processes: 1."
         )
 
 

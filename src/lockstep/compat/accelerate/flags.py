@@ -32,8 +32,10 @@ _SECTIONS = {
     sections.FP8_SECTION: (FP8_FLAGS, "", "flags --fp8-*"),
 }
 FOREIGN_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
-# Refused by name, not as unknown: what does not exist here yet.
-UNUSED_SWITCHES = ("same_network", "no_tpu_cluster")
+# Switches of accelerate launch, torchrun, torch.distributed.launch and deepspeed that ask for what is so here anyway.
+UNUSED_SWITCHES = ("same_network", "no_tpu_cluster", "standalone", "use_env", "no_local_rank")
+# The same with a value.
+UNUSED_FLAGS = ("rdzv_id", "start_method")
 
 # What else is refused by name, unless it asks for nothing: (feature, what to do) -> options, with their defaults.
 _REFUSED: dict[tuple[str, str], str] = {
@@ -55,6 +57,14 @@ _REFUSED: dict[tuple[str, str], str] = {
     ("training on TPUs", "Drop it."): """
         tpu tpu_cluster tpu_use_sudo vm env main_training_function=main downcast_bf16
     """,
+    ("DeepSpeed's choice of machines and GPUs", "Use --hosts, --hostfile or --gpu-ids."): """
+        include exclude
+    """,
+    ("a launcher of DeepSpeed", "Use --hosts, --slurm or --mpi."): "launcher",
+    ("DeepSpeed's autotuning", "Use `lockstep tune`."): "autotuning",
+    ("cores for each process", "Use --num-cpu-threads or --enable-cpu-affinity."): """
+        bind_cores_to_rank bind_core_list
+    """,
     ("Amazon SageMaker", "Drop it, and start the script on each machine."): """
         aws_access_key_id aws_secret_access_key
     """,
@@ -72,6 +82,7 @@ REFUSED_SWITCHES = (
     "tpu_cluster",
     "tpu_use_sudo",
     "downcast_bf16",
+    "bind_cores_to_rank",
 )
 """Of these the ones without a value."""
 

@@ -17,12 +17,32 @@ from lockstep.compat.deepspeed.lr_schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
 )
-from lockstep.compat.deepspeed.optimizers import DummyOptim, DummyScheduler, build_optimizer, filled
+from lockstep.compat.deepspeed.optimizers import (
+    DummyOptim,
+    DummyScheduler,
+    build_optimizer,
+    filled,
+    optimizer_class,
+)
 from lockstep.config.options import Options
-from lockstep.config.readers import SchedulerConfig
+from lockstep.config.readers import OptimizerConfig, SchedulerConfig
 from lockstep.config.values import parse_integer, repr_short, suggestion
 from lockstep.errors import ConfigError, UsageError
 from lockstep.train.scheduler import SCHEDULERS
+
+
+def check_described(
+    optimizer: OptimizerConfig | None = None, scheduler: SchedulerConfig | None = None
+) -> None:
+    """Refuse an optimizer or a schedule that a run would refuse by its name.
+
+    Raises:
+        ConfigError: it is not available here.
+    """
+    if optimizer is not None:
+        optimizer_class(optimizer)
+    if scheduler is not None and scheduler.type not in SCHEDULES:
+        _torch_class(scheduler.type)
 
 
 def build_described(objects: tuple[object, ...], options: Options, world_size: int) -> tuple[object, ...]:
@@ -123,11 +143,6 @@ def _called(make: Any, optimizer: Optimizer) -> Any:
 def _from_config(
     config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer, steps_per_call: int
 ) -> Any:
-    if config.type in REPLACED:
-        raise ConfigError(
-            f"The schedule {config.type} of DeepSpeed is not available. Name torch's {REPLACED[config.type]} with its "
-            "parameters instead."
-        )
     if config.type not in SCHEDULES:
         return _torch_scheduler(config, dummy, optimizer)
     warmup_steps = parse_integer(dummy.warmup_num_steps, "DummyScheduler.warmup_num_steps", 0)
@@ -161,20 +176,28 @@ def _warn_of_endless_warmup(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
         )
 
 
-def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> object:
-    classes = {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value) and issubclass(value, LRScheduler) and name not in _NOT_FROM_A_FILE
-    }
-    if config.type not in classes:
-        names = [*SCHEDULES, *sorted(name for name in classes if not name.startswith("_"))]
+def _torch_class(name: str) -> Any:
+    if name in REPLACED:
         raise ConfigError(
-            f"The schedule {repr_short(config.type)} is not available from a "
-            f"file.{suggestion(config.type, names)} Use one of {', '.join(names)}, or pass lr_scheduler_callable "
-            "to DummyScheduler."
+            f"The schedule {name} of DeepSpeed is not available. Name torch's {REPLACED[name]} with its parameters "
+            "instead."
         )
-    kind = classes[config.type]
+    classes = {
+        key: value
+        for key, value in vars(lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, LRScheduler) and key not in _NOT_FROM_A_FILE
+    }
+    if name not in classes:
+        names = [*SCHEDULES, *sorted(key for key in classes if not key.startswith("_"))]
+        raise ConfigError(
+            f"The schedule {repr_short(name)} is not available from a file.{suggestion(name, names)} Use one of "
+            f"{', '.join(names)}, or pass lr_scheduler_callable to DummyScheduler."
+        )
+    return classes[name]
+
+
+def _torch_scheduler(config: SchedulerConfig, dummy: DummyScheduler, optimizer: Optimizer) -> object:
+    kind = _torch_class(config.type)
     params = filled(config.params, dummy.kwargs, dummy.kwargs, "scheduler", "DummyScheduler")
     signature = inspect.signature(kind).parameters
     known = {name: signature[name] for name in signature if name not in ("optimizer", "last_epoch")}

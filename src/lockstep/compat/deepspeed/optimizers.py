@@ -138,7 +138,7 @@ def build_optimizer(config: OptimizerConfig | None, dummy: DummyOptim) -> Optimi
             "prepare got a DummyOptim, but the configuration has no section 'optimizer'. Add one to the DeepSpeed "
             "JSON, or pass a torch optimizer."
         )
-    kind, params = _class_of(config)
+    kind, params = optimizer_class(config)
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(kind).parameters.items()
@@ -181,7 +181,12 @@ def filled(
     return values
 
 
-def _class_of(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, object]]:
+def optimizer_class(config: OptimizerConfig) -> tuple[type[Optimizer], dict[str, object]]:
+    """Return the class of torch that a file describes, and its arguments.
+
+    Raises:
+        ConfigError: torch has none, or an argument is one that only DeepSpeed has.
+    """
     name = config.type.lower()
     classes = {
         key.lower(): value

@@ -128,6 +128,17 @@ class GeneralTracker:
     def finish(self) -> None:
         """End the run. ``end_training`` calls it."""
 
+    def continuation(self) -> dict[str, object]:
+        """Return arguments of this class, as JSON, with which another process continues this run of the library."""
+        return {}
+
+    def resume(self, step: int) -> None:
+        """Prepare for steps that are logged again, after ``load_state`` in a new process.
+
+        Args:
+            step: The first of them. What was logged at this step and later steps is to be replaced.
+        """
+
 
 class BlankTracker(GeneralTracker):
     """Stands for a tracker that runs on the main process only: takes any call and does nothing."""

@@ -38,6 +38,7 @@ class HostedTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self.run: Any = None
         self._unfit: set[str] = set()
+        self._logged: dict[str, int] = {}
 
     @property
     def tracker(self) -> Any:
@@ -52,6 +53,12 @@ class HostedTracker(GeneralTracker):
     @on_main_process
     def finish(self) -> None:
         self.run.finish()
+
+    def _not_logged(self, values: dict[str, Any], step: int | None) -> dict[str, Any]:
+        """Return ``values`` without those that an earlier process has logged at this step."""
+        return {
+            key: value for key, value in values.items() if step is None or step > self._logged.get(key, -1)
+        }
 
     def _leave_out(self, key: str, value: object, takes: str) -> None:
         if key not in self._unfit:
@@ -147,6 +154,9 @@ class WandBTracker(_RunTracker, TableTracker):
 
     name, package, extra = "wandb", "wandb", "wandb"
 
+    def continuation(self) -> dict[str, object]:
+        return {"id": self.run.id, "resume": "allow"}
+
     def _send_table(self, name: str, content: dict[str, object], step: int | None, **kwargs: object) -> None:
         self.run.log({name: self.module.Table(**content)}, step=step, **kwargs)
 
@@ -173,6 +183,20 @@ class TrackioTracker(_RunTracker):
     """
 
     name, package, extra = "trackio", "trackio", "trackio"
+
+    @on_main_process
+    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+        if values := self._not_logged(values, step):
+            super().log(values, step, **kwargs)
+
+    def continuation(self) -> dict[str, object]:
+        return {"name": self.run.name, "resume": "allow"}
+
+    def resume(self, step: int) -> None:
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        rows = storage.get_logs(self.run_name, self.run.name)
+        for row in sorted(rows, key=lambda row: row["step"]):
+            self._logged |= dict.fromkeys(row, row["step"])
 
 
 class SwanLabTracker(_RunTracker):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 import warnings
 from enum import Enum
@@ -13,9 +14,12 @@ from typing import Any, TextIO
 
 import yaml
 
+from lockstep.config.files import replacing
 from lockstep.errors import MissingExtraError
 from lockstep.observe.trackers.base import GeneralTracker, on_main_process, plain
 from lockstep.runtime.available import is_available
+
+STEP = re.compile(r'\{"step": (\d+),')
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -124,13 +128,25 @@ class TensorBoardTracker(GeneralTracker):
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
     @on_main_process
+    def resume(self, step: int) -> None:
+        # Each of the writer's folders, one for a line of a chart, has to be told.
+        charts = {path.parent.name for path in Path(self.logging_dir).glob("*/events.out.tfevents.*")}
+        self.writer.close()
+        self.writer.purge_step = step
+        # Without lines, it only opens the file.
+        self.writer.add_scalars("", {})
+        for chart in charts:
+            folder = f"{self.writer.file_writer.get_logdir()}/{chart}"
+            self.writer.all_writers[folder] = type(self.writer)(folder, purge_step=step).file_writer
+
+    @on_main_process
     def finish(self) -> None:
         self.writer.close()
 
 
 class JSONLinesTracker(GeneralTracker):
     """A tracker that writes one JSON object a line to ``logging_dir/run_name/metrics.jsonl``. A resumed run appends
-    to it.
+    to it. The lines of steps that it logs again move to ``metrics.jsonl.replaced``.
 
     The configuration is ``{"time": ..., "config": {...}}``. Each call of ``log`` writes ``{"step": ..., "time": ...,
     "values": {...}}``. ``time`` is in seconds since 1970. JSON has no numbers for NaN and infinity: they are the
@@ -181,6 +197,21 @@ class JSONLinesTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         self._write({"step": step, "time": time.time(), "values": values})
+
+    @on_main_process
+    def resume(self, step: int) -> None:
+        kept, replaced = [], []
+        with self.path.open(encoding="utf-8") as file:
+            for line in file:
+                match = STEP.match(line)
+                (replaced if match and int(match[1]) >= step else kept).append(line)
+        if replaced:
+            with open(f"{self.path}.replaced", "a", encoding="utf-8") as file:
+                file.writelines(replaced)
+            self.file.close()
+            with replacing(self.path) as whole:
+                whole.write("".join(kept).encode())
+            self.file = self.path.open("a", encoding="utf-8")
 
     @on_main_process
     def finish(self) -> None:

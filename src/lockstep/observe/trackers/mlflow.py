@@ -102,7 +102,17 @@ class MLflowTracker(HostedTracker):
                 metrics[key] = value
             else:
                 self._leave_out(key, value, "numbers")
-        self.module.log_metrics(metrics, step=step, **kwargs)
+        self.module.log_metrics(self._not_logged(metrics, step), step=step, **kwargs)
+
+    def continuation(self) -> dict[str, object]:
+        return {"run_id": self.run.info.run_id}
+
+    def resume(self, step: int) -> None:
+        client, run_id = self.module.MlflowClient(), self.run.info.run_id
+        names = client.get_run(run_id).data.metrics
+        self._logged = {
+            name: max(point.step for point in client.get_metric_history(run_id, name)) for name in names
+        }
 
     @on_main_process
     def log_figure(self, figure: object, artifact_file: str, **save_kwargs: object) -> None:

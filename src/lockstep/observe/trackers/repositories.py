@@ -52,6 +52,9 @@ class AimTracker(HostedTracker):
         for key, value in plain(values).items():
             self.run.track(value, name=key, step=step, **kwargs)
 
+    def continuation(self) -> dict[str, object]:
+        return {"run_hash": self.run.hash}
+
     @on_main_process
     def log_images(
         self,
@@ -123,14 +126,23 @@ class DVCLiveTracker(HostedTracker):
 
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+        fresh = self._not_logged(plain(values), step)
+        if values and not fresh:
+            return
         if step is not None:
             self.run.step = step
-        for key, value in plain(values).items():
+        for key, value in fresh.items():
             if isinstance(value, (int, float, str)):
                 self.run.log_metric(key, value, **kwargs)
             else:
                 self._leave_out(key, value, "numbers and strings")
         self.run.next_step()
+
+    def continuation(self) -> dict[str, object]:
+        return {"resume": True}
+
+    def resume(self, step: int) -> None:
+        self._logged = dict.fromkeys(self.run.summary, self.run.step - 1)
 
     @on_main_process
     def log_images(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:

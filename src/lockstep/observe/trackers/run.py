@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.enums import LoggerType
+from lockstep.config.files import read_json, replacing
 from lockstep.config.values import suggestion
 from lockstep.errors import ConfigError, MissingExtraError, UsageError
 from lockstep.observe.trackers import hosted, local, repositories
@@ -150,6 +153,8 @@ class TrackerSet:
         self.trackers: list[GeneralTracker] = []
         self.started = False
         self._has_warned = False
+        self._has_logged = False
+        self._resumes = False
 
     def __iter__(self) -> Iterator[GeneralTracker]:
         return iter(self.trackers)
@@ -179,13 +184,25 @@ class TrackerSet:
         for name in init_kwargs:
             self._check_name(str(name), "init_kwargs")
         self.started = True
+        self._arguments = project_name, config, init_kwargs
         here = [choice for choice in self.log_with if self.is_main or not choice.main_process_only]
-        for tracker in [self._construct(choice, project_name, init_kwargs) for choice in here]:
-            tracker.start()
-            # Only now: finish() closes what is listed, which must have been opened.
-            self.trackers.append(tracker)
-            if config is not None:
-                tracker.store_init_configuration(config)
+        for tracker in [self._construct(choice) for choice in here]:
+            self._open(tracker)
+
+    def loaded(self) -> None:
+        """Continue the run of an earlier process in the same folder, unless this process has logged already.
+
+        ``load_state`` calls it, before or after ``start``.
+        """
+        self._resumes = not self._has_logged
+        if not self._resumes:
+            return
+        classes = {_name_of(choice): choice for choice in self.log_with if isinstance(choice, type)}
+        names = classes.keys() & self._continued().keys()
+        for tracker in [one for one in self.trackers if one.name in names]:
+            self.trackers.remove(tracker)
+            tracker.finish()
+            self._open(self._construct(classes[tracker.name]))
 
     def log(
         self,
@@ -201,6 +218,8 @@ class TrackerSet:
                 stacklevel=3,
             )
         log_kwargs = log_kwargs or {}
+        if self.started:
+            self._log_begins(step)
         for tracker in self.trackers:
             tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
 
@@ -234,6 +253,7 @@ class TrackerSet:
     def finish(self) -> None:
         """Close every run, then raise the first error that one of them raised. May be called again."""
         trackers, self.trackers, self.started = self.trackers, [], False
+        self._has_logged = self._resumes = False
         errors = []
         for tracker in trackers:
             try:
@@ -243,16 +263,50 @@ class TrackerSet:
         if errors:
             raise errors[0]
 
-    def _construct(
-        self, choice: TrackerChoice, project_name: str, init_kwargs: dict[str, dict[str, object]]
-    ) -> GeneralTracker:
+    def _open(self, tracker: GeneralTracker) -> None:
+        tracker.start()
+        # Only now: finish() closes what is listed, which must have been opened.
+        self.trackers.append(tracker)
+        config = self._arguments[1]
+        if config is not None:
+            tracker.store_init_configuration(config)
+
+    def _log_begins(self, step: int | None) -> None:
+        """Keep how each run is continued, and prepare the trackers for steps that are logged again."""
+        if not self._has_logged:
+            self._has_logged = True
+            kept = {one.name: one.continuation() for one in self.trackers if one.continuation()}
+            if kept and self.is_main and (file := self._file()):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as whole:
+                    whole.write(json.dumps(kept).encode())
+        if self._resumes and step is not None:
+            self._resumes = False
+            for tracker in self.trackers:
+                tracker.resume(step)
+
+    def _file(self) -> Path | None:
+        """Return the file with the continuations, where the run has a folder."""
+        if self.logging_dir is None or _is_url(self.logging_dir) or not self.started:
+            return None
+        return Path(self.logging_dir, self._arguments[0], "trackers.json")
+
+    def _continued(self) -> dict[str, dict[str, object]]:
+        file = self._file()
+        return read_json(file) if self._resumes and file and file.exists() else {}
+
+    def _construct(self, choice: TrackerChoice) -> GeneralTracker:
         if isinstance(choice, GeneralTracker):
             return choice
+        project_name, _, init_kwargs = self._arguments
         arguments: list[object] = [project_name]
         if choice.requires_logging_directory:
             arguments.append(self.logging_dir)
         make: Any = choice
-        tracker: GeneralTracker = make(*arguments, **init_kwargs.get(_name_of(choice), {}))
+        name = _name_of(choice)
+        tracker: GeneralTracker = make(
+            *arguments, **{**self._continued().get(name, {}), **init_kwargs.get(name, {})}
+        )
         check_complete(tracker)
         return tracker
 
