@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from types import FrameType, ModuleType
 from typing import NoReturn
 
@@ -24,6 +24,8 @@ from lockstep.torch_internals.modules import OWN_ATTRIBUTES, buffers_of
 from lockstep.torch_internals.tensors import has_storage, storage_key, storage_uses
 from lockstep.user_call import OF_ALL_RANKS, UserCall, call_on_one_rank
 
+ParameterPlaces = dict[int, list[tuple[int, int, str]]]
+"""Storage -> (first element, behind the last one, name) of the parameters in it."""
 MOST_LINKS = 8
 """From an attribute of a module to a tensor: a function, its closure, a list, and so on."""
 
@@ -174,25 +176,7 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
     Warns where only the script holds such a tensor, as in a ``state_dict()`` that it may not need any more.
     """
     kind = type(model).__name__
-    # Storage -> (first element, behind the last one, name) of the parameters in it
-    places: dict[int, list[tuple[int, int, str]]] = {}
-
-    def owner(tensor: torch.Tensor) -> str | None:
-        """Return the parameter in whose memory a tensor begins, or that begins in its memory."""
-        start, end = _elements(tensor)
-        found = places.get(storage_key(tensor), ())
-        return next((name for first, last, name in found if start < last and first < end), None)
-
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor or not parameter.numel():
-            continue
-        if (first := owner(parameter)) is not None:
-            raise UsageError(
-                f"'{first}' and '{name}' of {kind} are two parameters in one memory, as after head.weight.data = "
-                f"embedding.weight.data. parallel='{parallel}' would untie them. Tie the parameters themselves, before "
-                "you make the optimizer: head.weight = embedding.weight."
-            )
-        places.setdefault(storage_key(parameter), []).append((*_elements(parameter), name))
+    places = refuse_ties(dict(model.named_parameters()), kind, parallel)
     known, plain_types = set(map(id, model.parameters())), (torch.Tensor, nn.Parameter)
     for prefix, module in model.named_modules():
         values = {**buffers_of(module), **{n: v for n, v in vars(module).items() if n not in OWN_ATTRIBUTES}}
@@ -203,7 +187,7 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
                     known.add(id(one))
                 elif type(one) not in plain_types or id(one) in known or not one.numel():
                     continue
-                elif (first := owner(one)) is not None:
+                elif (first := _owner(places, one)) is not None:
                     raise _alias(f"'{prefix + '.' if prefix else ''}{name}' of {kind}", first, parallel)
     # Each parameter counts in its storage, and so does the storage's Python object. To look at all objects takes long.
     if all((storage_uses(p) or 0) <= 1 + len(places.get(storage_key(p), ())) for p in model.parameters()):
@@ -215,7 +199,7 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
         and id(one) not in known
         and has_storage(one)
         and one.numel()
-        if (first := owner(one)) is not None
+        if (first := _owner(places, one)) is not None
     ]
     loose = None
     for one, first in suspects:
@@ -224,6 +208,30 @@ def refuse_aliases(model: nn.Module, parallel: Parallel) -> None:
         loose = loose or first
     if loose is not None:
         warnings.warn(str(_alias("What the script holds", loose, parallel)), stacklevel=4)
+
+
+def refuse_ties(parameters: Mapping[str, nn.Parameter], kind: str, parallel: Parallel) -> ParameterPlaces:
+    """Raise UsageError if two parameters of a model of class ``kind`` share memory. Returns where they lie."""
+    places: ParameterPlaces = {}
+    for name, parameter in parameters.items():
+        if type(parameter.data) is not torch.Tensor or not parameter.numel():
+            continue
+        first = _owner(places, parameter)
+        if first is not None and parameters[first] is not parameter:
+            raise UsageError(
+                f"'{first}' and '{name}' of {kind} are two parameters in one memory, as after head.weight.data = "
+                f"embedding.weight.data. parallel='{parallel}' would untie them. Tie the parameters themselves, before "
+                "you make the optimizer: head.weight = embedding.weight."
+            )
+        places.setdefault(storage_key(parameter), []).append((*_elements(parameter), name))
+    return places
+
+
+def _owner(places: ParameterPlaces, tensor: torch.Tensor) -> str | None:
+    """Return the parameter in whose memory a tensor begins, or that begins in its memory."""
+    start, end = _elements(tensor)
+    found = places.get(storage_key(tensor), ())
+    return next((name for first, last, name in found if start < last and first < end), None)
 
 
 def _alias(what: str, parameter: str, parallel: Parallel) -> UsageError:

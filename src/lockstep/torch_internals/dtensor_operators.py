@@ -11,7 +11,15 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 
 from lockstep.errors import UsageError
-from lockstep.torch_internals.dtensor_views import VIEWS, keeping_mark, marking, refuse_change_of_copy
+from lockstep.torch_internals.dtensor_views import (
+    VIEWS,
+    keep_values,
+    marking,
+    refuse_change_of_copy,
+    refuse_tie,
+    shares_memory,
+    sharing,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -95,8 +103,9 @@ def behave_like_plain(shard_like: Sharded) -> None:
     draw for its part. Collective.
 
     ``tensor[...] = value`` and ``tensor.data = value`` change it, the first by gathering it: in torch's DTensors they
-    change a copy, or nothing. A plain tensor may be changed by a DTensor in place, and a DTensor be copied from a whole
-    tensor, of which each rank takes its part. To change a copy of a part is refused, as by ``tensor[0].zero_()``.
+    change a copy, or nothing. What ``parameter.data`` gave before keeps its values, as in plain torch. A plain tensor
+    may be changed by a DTensor in place, and a DTensor be copied from a whole tensor, of which each rank takes its
+    part. To change a copy of a part is refused, as by ``tensor[0].zero_()``.
 
     A DTensor of which this rank has a part only is not pickled, and so not written by ``torch.save``.
 
@@ -120,8 +129,8 @@ def behave_like_plain(shard_like: Sharded) -> None:
     operators.install()
     kind: Any = DTensor
     data = kind.data
-    kind.data = property(keeping_mark(data.__get__), functools.partial(_set_data, shard_like, data.__set__))
-    kind.detach = keeping_mark(kind.detach)
+    kind.data = property(sharing(data.__get__), functools.partial(_set_data, shard_like, data.__set__))
+    kind.detach = sharing(kind.detach)
     kind.__setitem__ = _setting_items(shard_like, kind.__setitem__)
     kind.__getitem__ = marking(kind.__getitem__)
     kind.__reduce_ex__ = functools.partialmethod(_reduce, kind.__reduce_ex__)
@@ -274,6 +283,11 @@ def _set_data(
         in_torch(tensor, value)
         return
     shard = value if _is_dtensor(value) and value.placements == tensor.placements else None
+    if _is_dtensor(value):
+        if shares_memory(tensor, value):
+            return
+        refuse_tie(tensor, value)
+    keep_values(tensor)
     # Into the part itself: torch's own setter would leave that as it was.
     with torch.no_grad():
         part.copy_((shard_like(_full_tensor(value), tensor) if shard is None else shard)._local_tensor)

@@ -1,12 +1,14 @@
-"""Parts of DTensors that torch copies, where plain torch gives views: they must not be changed."""
+"""Parts of DTensors that torch copies, where plain torch gives views, and what shares the memory of a parameter."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.torch_internals.tensors import storage_key
@@ -20,6 +22,12 @@ VIEWS = (
     *OF_CONTIGUOUS,
 )
 """Methods whose results are parts of the tensor itself in plain torch; the last three if it is contiguous."""
+
+StorageOffset = tuple[int, int]
+"""A storage, and where in it a tensor begins."""
+_SHARERS: dict[StorageOffset, weakref.WeakValueDictionary[int, torch.Tensor]] = {}
+"""The parts of DTensors in the memory of a parameter, by their ``id``. Not these DTensors: torch swaps parameters,
+as in ``model.to()``, only if nothing has a weak reference to them."""
 
 
 def marking(in_torch: Callable[..., object]) -> Callable[..., object]:
@@ -57,6 +65,56 @@ def keeping_mark(in_torch: Callable[..., object]) -> Callable[..., object]:
         return found
 
     return same
+
+
+def sharing(in_torch: Callable[..., object]) -> Callable[..., object]:
+    """Return the method of DTensor, whose results are known as tensors in the memory of a parameter."""
+    get = keeping_mark(in_torch)
+
+    @functools.wraps(in_torch)
+    def share(tensor: DTensor) -> object:
+        found = get(tensor)
+        if isinstance(tensor, nn.Parameter):
+            part: Any = cast("DTensor", found)._local_tensor
+            part._parameter = id(tensor), tensor.requires_grad
+            _SHARERS.setdefault(_memory(part), weakref.WeakValueDictionary())[id(part)] = part
+        return found
+
+    return share
+
+
+def shares_memory(tensor: DTensor, other: DTensor) -> bool:
+    """Return whether both have the same part in memory."""
+    return _memory(tensor._local_tensor) == _memory(other._local_tensor)
+
+
+def keep_values(tensor: DTensor) -> None:
+    """Give what shares the memory of a parameter a copy, as the parameter is about to get other values by ``.data``."""
+    own: Any = tensor._local_tensor
+    for part in list(_SHARERS.get(_memory(own), {}).values()):
+        if part is not own and _memory(part) == _memory(own):
+            part.data = part.clone()
+            del part._parameter
+
+
+def refuse_tie(tensor: DTensor, value: DTensor) -> None:
+    """Raise UsageError for a value in the memory of another parameter that is trained."""
+    owner, is_trained = (
+        (id(value), value.requires_grad)
+        if isinstance(value, nn.Parameter)
+        else getattr(value._local_tensor, "_parameter", (0, False))
+    )
+    if is_trained and owner != id(tensor):
+        raise UsageError(
+            f"A parameter of shape {tuple(tensor.shape)} got the memory of another one, as by head.weight.data = "
+            "embedding.weight.data. Ranks have parts of both, so they would not stay tied. Tie the parameters before "
+            "prepare(): head.weight = embedding.weight. Or copy the values: head.weight.data = "
+            "embedding.weight.data.clone()."
+        )
+
+
+def _memory(part: torch.Tensor) -> StorageOffset:
+    return storage_key(part), int(part.storage_offset())
 
 
 def refuse_change_of_copy(tensor: DTensor) -> None:

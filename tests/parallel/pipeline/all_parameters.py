@@ -138,6 +138,17 @@ def average_swapped_in_and_out(run: Run) -> None:
 
 
 @equal
+def average_swapped_in_by_data(run: Run) -> None:
+    run.steps(1)
+    backup = [p.data for p in run.model.parameters()]
+    for p in run.model.parameters():
+        p.data = p.data * 0.5
+    run.loss()
+    for p, kept in zip(run.model.parameters(), backup, strict=True):
+        p.data = kept
+
+
+@equal
 def average_that_is_a_model(run: Run) -> None:
     average = run.prepare(copy.deepcopy(NEW[0]).requires_grad_(False))
     run.steps(2)
@@ -285,6 +296,27 @@ def clipped_by_torch(run: Run) -> None:
 @refused
 def clipped_by_torch_from_before_prepare(run: Run) -> None:
     run.steps(1, lambda: nn.utils.clip_grad_norm_(run.listed, 0.1))
+
+
+@refused
+def clipped_by_torch_without_the_wrapper(run: Run) -> None:
+    run.steps(1, lambda: nn.utils.clip_grad_norm_(run.model.module.parameters(), 0.1))
+
+
+@refused
+def clipped_by_torch_as_groups(run: Run) -> None:
+    optimizer = run.made_optimizer()
+    run.backward()
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+@equal
+def each_block_clipped_by_torch(run: Run) -> None:
+    def clip() -> None:
+        for layer in run.model.layers:
+            nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+
+    run.steps(2, clip)
 
 
 @refused

@@ -36,7 +36,14 @@ def copy_changed(t: Tensor) -> None:
     t[1:].clone().mul_(0)
 
 
+def put_back(t: Tensor) -> None:
+    kept = t.data if isinstance(t, nn.Parameter) else t.clone()
+    t.data = t.data * 2
+    t.data = kept
+
+
 EQUAL: dict[str, Edit] = {
+    "put back": put_back,
     "all of it": lambda t: t.mul_(0.5),
     "assigned": first_assigned,
     "a clone": copy_changed,

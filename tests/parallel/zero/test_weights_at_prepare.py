@@ -160,6 +160,24 @@ def test_tensors_in_the_memory_of_a_parameter_are_refused(
     run_distributed(refused, world_size, parallel)
 
 
+def tied_later(parallel: str) -> None:
+    accelerator = Accelerator(cpu=True, parallel=parallel)
+    model = accelerator.prepare(LM())
+
+    def tie_and_call() -> None:
+        tied_by_data(accelerator.unwrap_model(model))
+        model(torch.zeros(2, 6, dtype=torch.long))
+
+    # Which parameters outside of its blocks a stage keeps is known in the first forward.
+    words = "two parameters in one memory" if "pp" in parallel else "got the memory of another one"
+    expect_refusal(UsageError, words, tie_and_call)
+
+
+@pytest.mark.parametrize("parallel", ["zero=1", "tp=2", "pp=2"])
+def test_weights_that_are_tied_by_data_after_prepare_are_refused(run_distributed: Any, parallel: str) -> None:
+    run_distributed(tied_later, 2, parallel)
+
+
 def tokens(run: Any, step: int) -> torch.Tensor:
     every = torch.randint(0, 16, (8, 6), generator=torch.Generator().manual_seed(step))
     return every.chunk(run.num_processes)[run.process_index]

@@ -124,6 +124,10 @@ class AbsentBlock(ReplacementModule):
         else:
             setattr(copy, name, value)
 
+    def __getitem__(self, index: object) -> nn.Module:
+        # Python looks for it in the class. Iteration ends at its IndexError.
+        return self.__dict__["_copy"][index]
+
     def forward(self, *args: object, **kwargs: object) -> object:
         raise UsageError(
             f"The block '{self._name}' is on another rank of the pipeline, and was called outside of a forward of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -45,9 +46,11 @@ from lockstep.parallel.pipeline.traced import ModelTrace
 from lockstep.parallel.pipeline.trial import try_forwards
 from lockstep.parallel.pipeline.whole_trace import trace_model
 from lockstep.torch_internals import modules as torch_modules
+from lockstep.torch_internals.clip_grad import check_clipped
 
 # Shapes of batches that are remembered.
 PLANS = 16
+_PIPELINES: weakref.WeakSet[PipelineModel] = weakref.WeakSet()
 
 
 class PipelineModel(ModuleAround):
@@ -75,6 +78,8 @@ class PipelineModel(ModuleAround):
         self._calls = 0
         self._has_warned_of_order = False
         self._is_made = True
+        _PIPELINES.add(self)
+        check_clipped(_refuse_norm_of_stages)
 
     # -- what it consists of -----------------------------------------------------------------------------
 
@@ -363,4 +368,19 @@ class PipelineModel(ModuleAround):
                 f"order), and schedule={self._options.schedule} has no effect. Return the loss from the model, "
                 "or use train_step.",
                 stacklevel=6,
+            )
+
+
+def _refuse_norm_of_stages(gradients: Sequence[Tensor]) -> None:
+    """Raise UsageError if these are the gradients of all that this rank has of a model."""
+    given = set(map(id, gradients))
+    for model in _PIPELINES:
+        mine = {id(p.grad) for _, p in model.held_parameters() if p.grad is not None}
+        # Blocks may be clipped one by one.
+        blocks = ({id(p.grad) for p in block.parameters()} for block in model.local_blocks().values())
+        if mine and mine <= given and mine not in blocks:
+            raise UsageError(
+                f"torch's clip_grad_norm_ got this rank's gradients of {type(model.module).__name__}, which are a part "
+                "of all: its norm would be another one on each stage. Call accelerator.clip_grad_norm_(), which takes "
+                "the norm over all ranks."
             )
