@@ -94,7 +94,7 @@ def keep_values(tensor: DTensor) -> None:
     for part in list(_SHARERS.get(_memory(own), {}).values()):
         if part is not own and _memory(part) == _memory(own):
             part.data = part.clone()
-            del part._parameter
+            del part._parameter  # type: ignore[attr-defined]
 
 
 def refuse_tie(tensor: DTensor, value: DTensor) -> None:

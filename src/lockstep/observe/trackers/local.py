@@ -129,6 +129,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def resume(self, step: int) -> None:
+        writer: Any = self.writer
         # Each of the writer's folders, one for a line of a chart, has to be told.
         charts = {path.parent.name for path in Path(self.logging_dir).glob("*/events.out.tfevents.*")}
         self.writer.close()
@@ -136,8 +137,8 @@ class TensorBoardTracker(GeneralTracker):
         # Without lines, it only opens the file.
         self.writer.add_scalars("", {})
         for chart in charts:
-            folder = f"{self.writer.file_writer.get_logdir()}/{chart}"
-            self.writer.all_writers[folder] = type(self.writer)(folder, purge_step=step).file_writer
+            folder = f"{writer.file_writer.get_logdir()}/{chart}"
+            writer.all_writers[folder] = type(writer)(folder, purge_step=step).file_writer
 
     @on_main_process
     def finish(self) -> None:
@@ -200,7 +201,8 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def resume(self, step: int) -> None:
-        kept, replaced = [], []
+        kept: list[str] = []
+        replaced: list[str] = []
         with self.path.open(encoding="utf-8") as file:
             for line in file:
                 match = STEP.match(line)

@@ -291,7 +291,7 @@ class TrackerSet:
             return None
         return Path(self.logging_dir, self._arguments[0], "trackers.json")
 
-    def _continued(self) -> dict[str, dict[str, object]]:
+    def _continued(self) -> dict[str, Any]:
         file = self._file()
         return read_json(file) if self._resumes and file and file.exists() else {}
 
