@@ -16,7 +16,9 @@ PAGES = sorted(set(TEXTS) - {"README.md"})
 GLOSSARY = TEXTS["concepts/glossary.md"]
 MOST_WORDS = 35
 MOST_ON_AVERAGE = 16
-FOR_WHOM = re.compile(r"(This (page|tutorial) is|These pages are|^)\s*for (people|you)\b", re.IGNORECASE)
+FOR_WHOM = re.compile(
+    r"(This (page|tutorial|notebook) is|These pages are|^)\s*for (people|you)\b", re.IGNORECASE
+)
 WITH_WHAT = re.compile(r"^(In \d+ minutes you|At the end you|You) (will|keep)\b")
 NOT_GUIDES = {"architecture.md", "concepts/glossary.md", "comparison.md"}
 LABELS = {"healthy_run.md", "release-checklist.md"}
