@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Template
 
 from tests.examples.printed import file_of
 from tests.site.pages import DOCS, ROOT, table, with_block
@@ -27,12 +29,71 @@ PICTURES = {
 }
 """Scripts -> the picture of what they are about."""
 
-HEAD = """# {title}
+SCRIPT = Template(
+    """# {{ title }}
 
-This page is for people who want to read, run or copy `examples/{path}`. You will find its code here{printed}.
+This page is for people who want to read, run or copy `{{ path }}`. You will find its code here
+{%- if printed %}, and what it prints{% endif %}.
 
 <!-- Written by python -m tests.site: do not edit. -->
+{% if shows %}
+{{ shows }}
+{% endif %}
+{%- if command %}
+```console
+{{ command }}
+```
+{% endif %}
+{%- if real %}
+For a real model: {{ real }}.
+{% endif %}
+{%- if picture %}
+![{{ title }}]({{ picture }})
+{% endif %}
+{%- if printed %}
+## What it prints
+
+A short run:
+
+```console
+--8<-- "{{ printed }}"
+```
+{% endif %}
+## Its code
+{% if beside %}
+It imports from {{ beside | join(", ") }} beside it.
+{% endif %}
+```python
+--8<-- "{{ path }}"
+```
 """
+)
+NOTEBOOK = Template(
+    """{% for cell in cells %}
+{%- if cell.cell_type == "markdown" -%}
+{{ linked("".join(cell.source)) }}
+{% else -%}
+```python
+{{ "".join(cell.source) }}
+```
+{% for output in cell.outputs %}
+```text
+{{ "".join(output.text or output.data["text/plain"]).rstrip() }}
+```
+{% endfor %}
+{%- endif %}
+{% endfor -%}
+The file: `{{ path }}`.
+"""
+)
+CARD = Template(
+    """- **[{{ title }}]({{ place }})**
+{% if picture %}
+    ![{{ title }}]({{ picture }})
+{% endif %}
+    {{ shows }}
+"""
+)
 
 
 def page_of(path: Path) -> Path:
@@ -57,7 +118,7 @@ def relinked(text: str, here: Path, page: Path) -> str:
     return LINK.sub(link, text)
 
 
-def rows(readme: Path) -> list[tuple[Path, list[str]]]:
+def rows_of(readme: Path) -> list[tuple[Path, list[str]]]:
     """Each script of a README's tables, with the cells of its row."""
     found = []
     for line in readme.read_text(encoding="utf-8").splitlines():
@@ -69,74 +130,41 @@ def rows(readme: Path) -> list[tuple[Path, list[str]]]:
     return found
 
 
-RECIPES = dict(rows(EXAMPLES / "recipes/README.md"))
-LISTED = dict(rows(EXAMPLES / "README.md")) | RECIPES
+RECIPES = dict(rows_of(EXAMPLES / "recipes/README.md"))
+LISTED = dict(rows_of(EXAMPLES / "README.md")) | RECIPES
 
 
 def script(path: Path) -> str:
-    """The page of a script: what it shows, its command, what it prints, a picture, its code."""
-    name = path.relative_to(EXAMPLES).as_posix()
-    title, shows, *rest = LISTED.get(path, [name, ""])
-    page, printed = page_of(path), file_of(name)
-    is_printed = printed.is_file()
-    parts = [HEAD.format(title=title, path=name, printed=", and what it prints" if is_printed else "")]
-    if shows:
-        parts.append(f"{relinked(_sentence(shows), EXAMPLES, page)}\n")
-    parts += [f"```console\n{command.strip('`')}\n```\n" for command in rest[:1]]
-    if rest[1:]:
-        parts.append(f"For a real model: {rest[1]}.\n")
-    if name in PICTURES:
-        parts.append(f"![{title}]({os.path.relpath(DOCS / PICTURES[name], page.parent)})\n")
-    if is_printed:
-        parts.append(f"## What it prints\n\nA short run:\n\n{included('console', printed)}")
-    beside = re.findall(r"^(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    others = [
-        f"[`{one}.py`]({one}.md)" for one in dict.fromkeys(beside) if (path.parent / f"{one}.py").is_file()
-    ]
-    parts.append("## Its code\n")
-    if others:
-        parts.append(f"It imports from {', '.join(others)} beside it.\n")
-    return "\n".join([*parts, included("python", path)])
+    """The page of a script: what it shows, its command, a picture, what it prints, its code."""
+    name, source = path.relative_to(EXAMPLES).as_posix(), path.read_text(encoding="utf-8")
+    cells = dict(zip(("title", "shows", "command", "real"), LISTED.get(path, [name, ""]), strict=False))
+    cells |= {"shows": shown(path, page_of(path)), "command": cells.get("command", "").strip("`")}
+    modules = dict.fromkeys(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+    beside = [f"[`{one}.py`]({one}.md)" for one in modules if path.with_name(f"{one}.py") in PAGES]
+    picture = name in PICTURES and os.path.relpath(DOCS / PICTURES[name], page_of(path).parent)
+    printed = file_of(name).is_file() and file_of(name).relative_to(ROOT).as_posix()
+    return f"{SCRIPT.render(path=f'examples/{name}', beside=beside, picture=picture, printed=printed, **cells)}\n"
 
 
-def included(language: str, path: Path) -> str:
-    """A block with the text of a file, which the build of the site reads."""
-    return f'```{language}\n--8<-- "{path.relative_to(ROOT).as_posix()}"\n```\n'
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+def shown(path: Path, page: Path) -> str:
+    """What an example shows, as a sentence of a page."""
+    text = LISTED.get(path, ["", ""])[1]
+    here = EXAMPLES / "recipes" if path in RECIPES else EXAMPLES
+    return relinked(f"{text[0].upper()}{text[1:]}.", here, page) if text else ""
 
 
 def notebook(path: Path) -> str:
     """The page of a notebook: its cells, and what each printed."""
-    page, parts = page_of(path), []
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-        text = "".join(cell["source"]).strip()
-        if cell["cell_type"] == "markdown":
-            parts.append(f"{relinked(text, path.parent, page)}\n")
-        else:
-            parts += [
-                f"```python\n{text}\n```\n",
-                *(f"```text\n{out}\n```\n" for out in map(_text, cell["outputs"])),
-            ]
-    parts.append(f"The file: `{path.relative_to(ROOT).as_posix()}`.\n")
-    return "\n".join(parts)
-
-
-def _text(output: dict[str, Any]) -> str:
-    text = output.get("text") or output.get("data", {}).get("text/plain", "")
-    return "".join(text).rstrip()
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    linked = partial(relinked, here=path.parent, page=page_of(path))
+    return f"{NOTEBOOK.render(cells=cells, linked=linked, path=path.relative_to(ROOT).as_posix())}\n"
 
 
 def card(path: Path) -> str:
     """An entry of the gallery."""
-    name = path.relative_to(EXAMPLES).as_posix()
-    title, shows = LISTED[path][:2]
-    place = os.path.relpath(page_of(path), DOCS)
-    shown = relinked(_sentence(shows), EXAMPLES, DOCS / "recipes.md")
-    picture = f"    ![{title}]({PICTURES[name]})\n\n" if name in PICTURES else ""
-    return f"- **[{title}]({place})**\n\n{picture}    {shown}\n"
+    place, picture = os.path.relpath(page_of(path), DOCS), PICTURES.get(path.relative_to(EXAMPLES).as_posix())
+    text = shown(path, DOCS / "recipes.md")
+    return f"{CARD.render(title=RECIPES[path][0], place=place, picture=picture, shows=text)}\n"
 
 
 def gallery() -> str:
@@ -144,23 +172,21 @@ def gallery() -> str:
     text = (DOCS / "recipes.md").read_text(encoding="utf-8")
     text = with_block(text, "recipes", "\n".join(map(card, RECIPES)))
     others = [path for path in LISTED if path not in RECIPES and "from_scratch" not in path.parts]
-    linked = [[_place(path), relinked(LISTED[path][1], EXAMPLES, DOCS / "recipes.md")] for path in others]
-    return with_block(text, "examples", table(["example", "what it shows"], linked))
-
-
-def _place(path: Path) -> str:
-    """A link to a script, or to the page of a folder of them."""
-    page = PAGES.get(path, DOCS / "how-to/rlhf.md")
-    return f"[`{LISTED[path][0]}`]({os.path.relpath(page, DOCS)})"
+    pages = {path: os.path.relpath(PAGES.get(path, DOCS / "how-to/rlhf.md"), DOCS) for path in others}
+    rows = [
+        [f"[`{LISTED[path][0]}`]({page})", shown(path, DOCS / "recipes.md")] for path, page in pages.items()
+    ]
+    return with_block(text, "examples", table(["example", "what it shows"], rows))
 
 
 def navigation() -> str:
     """The lines of mkdocs.yml: recipes by their titles, then the other files by their paths."""
-    lines = []
-    for path in [*RECIPES, *(path for path in SOURCES if path not in RECIPES)]:
-        title = LISTED.get(path, [path.relative_to(EXAMPLES).as_posix()])[0]
-        lines.append(f'          - "{title}": {page_of(path).relative_to(DOCS).as_posix()}\n')
-    return "".join(lines)
+    titles = {path: path.relative_to(EXAMPLES).as_posix() for path in SOURCES}
+    titles = {path: cells[0] for path, cells in RECIPES.items()} | {
+        path: LISTED.get(path, [name])[0] for path, name in titles.items() if path not in RECIPES
+    }
+    places = {path: page_of(path).relative_to(DOCS).as_posix() for path in titles}
+    return "".join(f'          - "{title}": {places[path]}\n' for path, title in titles.items())
 
 
 def pages() -> dict[str, str]:

@@ -95,8 +95,8 @@ from lockstep.utils import set_seed
 ```
 
 Begin with [`Accelerator`](api/Accelerator.md), whose page has the five calls of every script first. What has no link
-here is a name of Accelerate's that works as it does there. What is not on this page may change without notice. The names
-of Accelerate, and where each of them is here, are in [Move from Accelerate](../migrating-from-accelerate.md#names).
+here is a name of Accelerate's that works as it does there. What is not on this page may change without notice. The
+names of Accelerate, and where each is here, are in [Move from Accelerate](../migrating-from-accelerate.md#names).
 
 <!-- Written by python -m tests.site: do not edit. -->
 """
@@ -150,25 +150,17 @@ def is_ours(value: object) -> bool:
 
 def entries() -> dict[str, dict[str, str]]:
     """Page below ``reference/api`` -> path of each name that it shows whole -> where the source defines that."""
+    paths = [f"{name}.{one}" for name in WHOLE for one in public(importlib.import_module(name))]
     found: dict[str, dict[str, str]] = {}
-    modules = {name: importlib.import_module(name) for name in (*WHOLE, *IN_SENTENCES)}
-    paths = [f"{name}.{one}" for name in WHOLE for one in public(modules[name])] + list(ALSO_WHOLE)
-    for path in paths:
+    for path, value in {path: pydoc.locate(path) for path in (*paths, *ALSO_WHOLE)}.items():
         module, _, name = path.rpartition(".")
-        value = getattr(modules[module], name)
-        is_error = isinstance(value, type) and value.__module__ == "lockstep.errors"
-        if is_ours(value) and not is_error:
+        if is_ours(value) and value.__module__ != "lockstep.errors":
             page = name if isinstance(value, type) else module.removeprefix("lockstep.")
-            found.setdefault("functions" if page == "lockstep" else page, {})[path] = home(value)
-    errors = importlib.import_module("lockstep.errors")
-    found["errors"] = {
-        f"lockstep.errors.{one}": f"lockstep.errors.{one}"
-        for one in public(errors)
-        if inspect.isclass(getattr(errors, one)) and getattr(errors, one).__module__ == "lockstep.errors"
-    }
-    for paths in BEHIND.values():
-        found |= {path.rpartition(".")[2]: {path: path} for path in paths}
-    return found
+            found.setdefault(page.replace("lockstep", "functions"), {})[path] = home(value)
+    classes = inspect.getmembers(importlib.import_module("lockstep.errors"), inspect.isclass)
+    errors = [home(value) for _, value in classes if value.__module__ == "lockstep.errors"]
+    behind = {path.rpartition(".")[2]: {path: path} for paths in BEHIND.values() for path in paths}
+    return found | {"errors": {path: path for path in sorted(errors, key=str.lower)}} | behind
 
 
 ENTRIES = entries()
@@ -203,7 +195,7 @@ def page_of_accelerator() -> str:
     head = PAGE.format(
         title="Accelerator",
         use="`Accelerator`",
-        what="the five calls of every script first, then each other method and property by what it is for",
+        what="the five calls of every script first, then all other methods and properties",
     )
     parts = [head, "## The five calls\n", whole(dotted, 3, members, "inherited_members: true")]
     for title, shown in methods().items():
@@ -215,30 +207,18 @@ def page_of_accelerator() -> str:
 def page_of(name: str, shown: dict[str, str]) -> str:
     """A class, the errors, or the functions of a module."""
     module = next(iter(shown)).rpartition(".")[0]
+    title, use, what = name, f"`{name}`", "its arguments, attributes and methods"
     if name == "errors":
         title, use, what = "Errors", "scripts that catch errors", "every class of error here"
     elif name[0].islower():
-        title, use = f"Functions of `{module}`", f"functions of `{module}`"
-        what = "each of them with its arguments"
-    else:
-        title, use, what = name, f"`{name}`", "its arguments, attributes and methods"
-    parts = [PAGE.format(title=title, use=use, what=what)]
-    if not any(dotted in paths for dotted in shown for paths in BEHIND.values()) and name != "errors":
-        parts.append(
-            f"```python\nfrom {module} import {', '.join(one.rpartition('.')[2] for one in shown)}\n```\n"
-        )
-    return "\n".join(
-        [
-            *parts,
-            *(
-                whole(dotted, 2, *(() if path in INHERITS else NOT_INHERITED))
-                for path, dotted in shown.items()
-            ),
-        ]
-    )
-
-
-NOT_INHERITED = ("inherited_members: false",)
+        title, use, what = f"Functions of `{module}`", "functions of this module", "each with its arguments"
+    code = f"```python\nfrom {module} import {', '.join(one.rpartition('.')[2] for one in shown)}\n```\n"
+    directives = [
+        whole(dotted, 2, *([] if path in INHERITS else ["inherited_members: false"]))
+        for path, dotted in shown.items()
+    ]
+    is_imported = name != "errors" and not any(path in paths for path in shown for paths in BEHIND.values())
+    return "\n".join([PAGE.format(title=title, use=use, what=what), *[code] * is_imported, *directives])
 
 
 def pages() -> dict[str, str]:
@@ -261,19 +241,23 @@ def navigation() -> str:
 
 def page() -> str:
     parts = [HEAD]
-    for name in (*WHOLE, "lockstep.errors", *IN_SENTENCES):
-        module = importlib.import_module(name)
-        values = {one: getattr(module, one) for one in public(module)}
-        if name == "lockstep.errors":
-            values = {one: value for one, value in values.items() if f"{name}.{one}" in ENTRIES["errors"]}
-        parts.append(f"## `{name}`\n")
-        parts.append(
-            table(["name", "what it is"], [[linked(one, v), sentence(one, v)] for one, v in values.items()])
-        )
-    for title, paths in BEHIND.items():
-        parts.append(f"## {title}\n")
-        found = {path.rpartition(".")[2]: pydoc.locate(path) for path in paths}
-        parts.append(
-            table(["name", "what it is"], [[linked(one, v), sentence(one, v)] for one, v in found.items()])
-        )
+    sections = {name: vars_of(name) for name in (*WHOLE, "lockstep.errors", *IN_SENTENCES)}
+    sections |= {
+        title: {path.rpartition(".")[2]: pydoc.locate(path) for path in paths}
+        for title, paths in BEHIND.items()
+    }
+    for title, values in sections.items():
+        rows = [[linked(one, value), sentence(one, value)] for one, value in values.items()]
+        parts += [
+            f"## `{title}`\n" if title not in BEHIND else f"## {title}\n",
+            table(["name", "what it is"], rows),
+        ]
     return "\n".join(parts)
+
+
+def vars_of(name: str) -> dict[str, object]:
+    """The public names of a module with their values; of the errors its own classes."""
+    if name == "lockstep.errors":
+        return {path.rpartition(".")[2]: pydoc.locate(path) for path in ENTRIES["errors"]}
+    module = importlib.import_module(name)
+    return {one: getattr(module, one) for one in public(module)}
