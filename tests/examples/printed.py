@@ -31,28 +31,26 @@ def file_of(script: str) -> Path:
 
 
 def recorded(script: str) -> tuple[list[str], str]:
-    """The words of the command, and what it printed."""
+    """The arguments of the recorded run, and what it printed."""
     command, _, text = file_of(script).read_text(encoding="utf-8").partition("\n")
-    return shlex.split(command.removeprefix("$ ")), text
+    words = shlex.split(command)
+    return words[words.index(f"examples/{script}") + 1 :], text
 
 
 def is_recorded(script: str, words: list[str]) -> bool:
-    """Whether the file is of these arguments; a folder may be another one."""
-    command = recorded(script)[0]
-    shown = command[command.index(f"examples/{script}") + 1 :]
-    return len(shown) == len(words) and all(
-        there == here or there.startswith(FOLDERS) for there, here in zip(shown, words, strict=True)
-    )
+    """Whether the file is of a run with these arguments; a folder may be another one."""
+    there = recorded(script)[0]
+    pairs = zip(there, words, strict=False)
+    return len(there) == len(words) and all(one == two or one.startswith(FOLDERS) for one, two in pairs)
 
 
 def assert_as_recorded(script: str, words: list[str], text: str, tolerance: float = 1e-3) -> None:
     """Compares what a test's run printed with the file; folders of the run stand for those of the command."""
-    command, expected = recorded(script)
-    shown = command[command.index(f"examples/{script}") + 1 :]
+    there, expected = recorded(script)
     assert is_recorded(script, words), f"record the command of this run: {words}"
-    for there, here in zip(shown, words, strict=True):
-        text = text.replace(here, there) if there.startswith(FOLDERS) else text
-    (lines, values), (found_lines, found) = (_parts(one) for one in (expected, text))
+    for one, two in zip(there, words, strict=True):
+        text = text.replace(two, one) if one.startswith(FOLDERS) else text
+    (lines, values), (found_lines, found) = _parts(expected), _parts(text)
     again = f"run python -m tests.examples.printed {script}"
     assert found_lines == lines, again
     assert found == pytest.approx(values, rel=tolerance, abs=tolerance), again

@@ -69,16 +69,16 @@ It imports from {{ beside | join(", ") }} beside it.
 """
 )
 NOTEBOOK = Template(
-    """{% for cell in cells %}
+    r"""{% for cell in cells %}
 {%- if cell.cell_type == "markdown" -%}
 {{ linked("".join(cell.source)) }}
 {% else -%}
-```python
+```py
 {{ "".join(cell.source) }}
 ```
 {% for output in cell.outputs %}
 ```text
-{{ "".join(output.text or output.data["text/plain"]).rstrip() }}
+{{ "\n".join("".join(output.text or output.data["text/plain"]).splitlines()) }}
 ```
 {% endfor %}
 {%- endif %}
