@@ -21,7 +21,8 @@ from tests.test_readme import ENVIRONMENT
 FOLDER = DOCS / "data" / "printed"
 FOLDERS = "runs/"
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?![\w.]*\w)")
-VARIES = re.compile(r"^.*(?: s\b|/s\b|peak|MFU|\?).*$|^--- a sample.*?^---$", re.MULTILINE | re.DOTALL)
+SAMPLE = re.compile(r"^(--- a sample.*?)\n.*?^---$", re.MULTILINE | re.DOTALL)
+VARIES = re.compile(rf"^[^\n]*(?: s\b|/s\b|peak)[^\n]*$|{SAMPLE.pattern}", SAMPLE.flags)
 """Times, memory, and texts of a model that has learnt little: they differ from machine to machine."""
 
 
@@ -50,6 +51,8 @@ def assert_as_recorded(script: str, words: list[str], text: str, tolerance: floa
     assert is_recorded(script, words), f"record the command of this run: {words}"
     for one, two in zip(there, words, strict=True):
         text = text.replace(two, one) if one.startswith(FOLDERS) else text
+    if re.search("corpus|text_windows", (ROOT / "examples" / script).read_text(encoding="utf-8")):
+        tolerance = 0.2  # what it reads is the standard library of the Python that runs it
     (lines, values), (found_lines, found) = _parts(expected), _parts(text)
     again = f"run python -m tests.examples.printed {script}"
     assert found_lines == lines, again
@@ -74,7 +77,8 @@ def record(path: Path) -> None:
             shlex.split(line.removeprefix("$ ")), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
         )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    path.write_text(f"{line}\n{done.stdout.rstrip()}\n", encoding="utf-8")
+    text = SAMPLE.sub(r"\1\n[...]\n---", done.stdout.rstrip())
+    path.write_text(f"{line}\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -299,8 +299,8 @@ def test_a_recipe_prints_the_numbers_of_one_process(
     assert found, text
     assert found == pytest.approx(expected(recipe), rel=recipe.tolerance, abs=recipe.tolerance)
     if processes == 2 and recipe.is_recorded():
-        # The page shows a run in float32, whose numbers differ in the fourth digit from those in float64.
-        tolerance = 0.01 if recipe.dtype == "float64" else 2 * recipe.tolerance
+        # The page shows a run in float32: beside float64 a few of 66 and more answers are others, as in bf16.
+        tolerance = 0.05 if recipe.dtype == "float64" else 2 * recipe.tolerance
         assert_as_recorded(recipe.path, recipe.words(tmp_path), text, tolerance)
 
 
