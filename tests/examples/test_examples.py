@@ -85,7 +85,7 @@ def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_re
 
 def test_the_text_classifier_learns_and_counts_each_validation_passage_once(run: Run) -> None:
     text = run(2, "text_classifier.py", "--epochs", 2, "--limit", 1515)
-    assert_as_recorded("text_classifier.py", ["--epochs", "2", "--limit", "1515"], text, 0.01)
+    assert_as_recorded("text_classifier.py", ["--epochs", "2", "--limit", "1515"], text)
     losses, accuracies = numbers("train loss NUMBER", text), numbers("accuracy NUMBER", text)
     assert losses[1] < losses[0]
     assert accuracies[-1] > 0.85
@@ -113,7 +113,7 @@ def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float3
 ) -> None:
     text = run(2 if mode == "fp16" else 1, "mixed_precision.py", "--mixed-precision", mode)
     if mode == "fp16":
-        assert_as_recorded("mixed_precision.py", ["--mixed-precision", mode], text, 0.01)
+        assert_as_recorded("mixed_precision.py", ["--mixed-precision", mode], text, 0.2)
     assert (
         f"mixed precision {mode}: parameters float32, inside the model {inside}, outputs float32, "
         "gradients float32"
