@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit exhaustive test-cluster test-torch test-processors docs site bench clean
+.PHONY: help demo test check unit exhaustive test-cluster test-torch test-processors docs site site-look bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -43,7 +43,7 @@ unit: $(VENV)/.test  ## the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=15
 
 exhaustive: $(VENV)/.test  ## the tests, with more examples, and with those that repeat on more ranks or in products of settings what others prove
-	$(BIN)/python -m pytest -m "not cluster" --hypothesis-profile exhaustive --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not cluster and not browser" --hypothesis-profile exhaustive --numprocesses 2 --dist worksteal
 
 $(VENV)/.cluster: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
@@ -78,6 +78,9 @@ test-torch: $(TORCH_VENV)/.test  ## the tests of the numbers on another torch, i
 
 docs: $(VENV)/.test  ## build the documentation; warnings are errors
 	$(BIN)/python -m tests.site.publish
+
+site-look: docs  ## look at every page of the built documentation in Chromium, which must be there: apt-get install chromium
+	$(BIN)/python -m pytest -m browser tests/site
 
 site: $(VENV)/.test  ## the documentation of this version beside that of others, in public/, ready for a web server
 	$(BIN)/python -m tests.site.publish public

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep import PartialState, init_empty_weights, load_checkpoint_and_dispatch
-from lockstep.utils import gather_object
+from lockstep.utils import broadcast_object_list, gather_object
 
 
 def options() -> argparse.Namespace:
@@ -54,6 +54,7 @@ def resident_peak() -> int:
 
 def main(folder: Path, chosen: argparse.Namespace) -> None:
     state = PartialState(cpu=True)
+    (folder,) = broadcast_object_list([folder])  # a temporary one is that of rank 0
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=512,

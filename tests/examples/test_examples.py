@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.printed import assert_as_recorded
 from tests.examples.scripts import EXAMPLES, NUMBER, Run, numbers
 
 
@@ -44,6 +45,7 @@ def test_gpt_learns_on_two_processes_and_leaves_a_model_that_another_program_loa
 @pytest.mark.exhaustive  # as parallel/zero/test_parity.py and test_communication.py
 def test_the_gpt_has_one_loss_under_every_stage(run: Run) -> None:
     text = run(2, "gpt/zero.py", "--steps", 2)
+    assert_as_recorded("gpt/zero.py", ["--steps", "2"], text)
     rows = re.findall(r"^ +([a-z]+(?:=\d)?(?: \w+=\w+)*) {2,}(\d\S*)", text, flags=re.MULTILINE)
     assert [name for name, _ in rows] == ["ddp", "zero=1", "zero=2", "zero=3", "zero=3 activation=full"]
     assert [float(loss) for _, loss in rows] == pytest.approx([float(rows[0][1])] * 5, abs=2e-4)
@@ -77,11 +79,13 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 @pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
 def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
     text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
+    assert_as_recorded(str(DIGITS[name][1]), ["--epochs", "4"], text)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 
 def test_the_text_classifier_learns_and_counts_each_validation_passage_once(run: Run) -> None:
     text = run(2, "text_classifier.py", "--epochs", 2, "--limit", 1515)
+    assert_as_recorded("text_classifier.py", ["--epochs", "2", "--limit", "1515"], text)
     losses, accuracies = numbers("train loss NUMBER", text), numbers("accuracy NUMBER", text)
     assert losses[1] < losses[0]
     assert accuracies[-1] > 0.85
@@ -95,6 +99,8 @@ def test_weighted_accumulation_is_the_big_batch_and_the_mean_of_means_is_not(
     run: Run, processes: int
 ) -> None:
     text = run(processes, "accumulation.py")
+    if processes == 2:
+        assert_as_recorded("accumulation.py", [], text)
     distance = dict(re.findall(rf"^ +(\w+) +{NUMBER}$", text, flags=re.MULTILINE))
     assert float(distance["mean_of_means"]) > 0.05
     assert float(distance["weighted_by_count"]) < 1e-6
@@ -106,6 +112,8 @@ def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float3
     run: Run, mode: str, inside: str
 ) -> None:
     text = run(2 if mode == "fp16" else 1, "mixed_precision.py", "--mixed-precision", mode)
+    if mode == "fp16":
+        assert_as_recorded("mixed_precision.py", ["--mixed-precision", mode], text, 0.2)
     assert (
         f"mixed precision {mode}: parameters float32, inside the model {inside}, outputs float32, "
         "gradients float32"
@@ -118,7 +126,8 @@ def test_mixed_precision_computes_in_the_lower_type_and_keeps_the_rest_in_float3
 
 
 def test_tracking_writes_to_every_tracker(run: Run, tmp_path: Path) -> None:
-    run(1, "tracking.py", "--epochs", 3, "--out", tmp_path)
+    text = run(1, "tracking.py", "--epochs", 3, "--out", tmp_path)
+    assert_as_recorded("tracking.py", ["--epochs", "3", "--out", str(tmp_path)], text)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
     records = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
     assert records[0]["config"] == {"epochs": 3, "learning_rate": 0.02}
@@ -139,6 +148,7 @@ def test_the_split_gpt_has_the_losses_of_one_process_and_half_of_its_state(run: 
             int(number.replace(",", "")) for number in re.findall(r"^ +\d +([\d,]+) ", text, re.MULTILINE)
         ]
         results.append((numbers("loss NUMBER", text), held))
+    assert_as_recorded("gpt/split.py", ["--steps", "5", "--parallel", "pp=2"], text)
     (loss, [whole]), (split_loss, held) = results
     assert split_loss == loss and len(loss) == 1
     assert held == pytest.approx([whole / 2, whole / 2], rel=0.1)
@@ -149,6 +159,9 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
 ) -> None:
     in_memory = run(1, "gpt/offload.py", "--steps", 5, "--parallel", "auto")
     on_disk = run(1, "gpt/offload.py", "--steps", 5, "--parallel", f"offload=all offload_to={tmp_path}")
+    assert_as_recorded(
+        "gpt/offload.py", ["--steps", "5", "--parallel", "offload=all offload_to=runs/state"], on_disk
+    )
     assert numbers("loss NUMBER", on_disk) == numbers("loss NUMBER", in_memory)
     assert numbers("in files NUMBER", in_memory) == [0.0]
     held = [numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "gradients", "optimizer")]

@@ -15,7 +15,8 @@ import pytest
 
 from lockstep import Accelerator
 from lockstep.testing import DistributedTestError, WorkerPool
-from tests.examples.oracles import batch_inference, slow_links
+from tests.examples.oracles import batch_inference, larger_than_memory, slow_links
+from tests.examples.printed import assert_as_recorded
 from tests.examples.scripts import EXAMPLES, Run, beside, numbers, run_here
 from tests.marks import again
 
@@ -94,6 +95,8 @@ def test_diloco_sends_one_model_a_round_and_has_the_losses_of_copies_in_one_proc
         with_recipe, 1, "slow_links", slow_links.validation_losses, processes, steps, every
     )
     assert numbers("validation loss NUMBER", text) == pytest.approx(expected, abs=2e-5)
+    if processes == 2:
+        assert_as_recorded("recipes/slow_links.py", ["--steps", "6", "--every", "3"], text)
     counted, of_ddp = sent_over_links(text)
     assert counted == pytest.approx(of_ddp / every, rel=0.01)
     synchronous = run(
@@ -115,6 +118,16 @@ def test_each_process_has_its_part_of_the_experts_and_the_loads_of_one(run: Run)
     first, second = (re.findall(r"experts of the first layer (.*), dropped +(\d+\.\d%)", t) for t in texts)
     assert first == second and len(first) == 1
     assert "8 on each process" in texts[0] and "4 on each process" in texts[1]
+
+
+def test_a_model_that_is_read_from_disk_generates_what_it_does_in_memory(
+    run: Run, worker_pool: WorkerPool
+) -> None:
+    words = ["--layers", "4", "--budget", "16MB"]
+    text = run(2, "recipes/larger_than_memory.py", *words)
+    assert_as_recorded("recipes/larger_than_memory.py", words, text)
+    (expected,) = worker_pool.run(with_recipe, 1, "larger_than_memory", larger_than_memory.answers, 4, 4)
+    assert re.findall(r"^prompt \d: \[(.*)\]$", text, re.M) == [", ".join(map(str, one)) for one in expected]
 
 
 # Going on --------------------------------------------------------------------------------------------
@@ -238,6 +251,7 @@ def test_any_number_of_processes_gives_the_same_answers(
     text = run(processes, "recipes/batch_inference.py", *arguments_of(given, tmp_path))
     assert texts_in(tmp_path) == answered
     assert text.count("14 prompts in 5 batches, 5 of them to do") == 1
+    assert_as_recorded("recipes/batch_inference.py", arguments_of(given, tmp_path), text)
     again_text = run(1, "recipes/batch_inference.py", *arguments_of(given, tmp_path))
     assert "14 prompts in 5 batches, 0 of them to do" in again_text
     assert texts_in(tmp_path) == answered

@@ -19,6 +19,7 @@ import lockstep
 from tests.site.pages import DOCS, ROOT
 
 ADDRESSES = runpy.run_path(str(ROOT / "setup.py"), run_name="addresses")
+INCLUDED = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)
 REDIRECT = '<!doctype html><title>Lockstep</title><meta http-equiv="refresh" content="0; url={version}/">\n'
 
 
@@ -33,7 +34,10 @@ def add_markdown(docs: Path, site: Path) -> None:
     for page in docs.rglob("*.md"):
         target = site / page.relative_to(docs)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(page, target)
+        text = page.read_text(encoding="utf-8")
+        target.write_text(
+            INCLUDED.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text), "utf-8"
+        )
 
 
 def add_version(site: Path, public: Path, version: str) -> None:

@@ -86,15 +86,13 @@ def unlisted_modules() -> list[str]:
 
 
 def undocumented_names(text: str) -> list[str]:
-    """Public names without a line or an entry of their own in their module's section."""
+    """Public names without a line in their module's section."""
     sections = dict(
         zip(*[iter(re.split(r"^## `?([^`\n]+)`?$", text, flags=re.MULTILINE)[1:])] * 2, strict=True)
     )
     found = []
     for name in (*names.WHOLE, *names.IN_SENTENCES, "lockstep.errors"):
-        section = sections.get(name, "")
-        shown = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)", section, re.MULTILINE)}
-        shown |= set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+        shown = set(re.findall(r"^\| \[?`(\w+)`", sections.get(name, ""), re.MULTILINE))
         module = importlib.import_module(name)
         public = [one for one in names.public(module) if name != "lockstep.errors" or one.endswith("Error")]
         found += [f"{name}.{one}" for one in public if one not in shown]

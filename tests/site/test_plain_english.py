@@ -17,7 +17,9 @@ PAGES = sorted(name for name in TEXTS if name != "README.md" and not name.starts
 GLOSSARY = TEXTS["concepts/glossary.md"]
 MOST_WORDS = 35
 MOST_ON_AVERAGE = 16
-FOR_WHOM = re.compile(r"(This (page|tutorial) is|These pages are|^)\s*for (people|you)\b", re.IGNORECASE)
+FOR_WHOM = re.compile(
+    r"(This (page|tutorial|notebook) is|These pages are|^)\s*for (people|you)\b", re.IGNORECASE
+)
 WITH_WHAT = re.compile(r"^(In \d+ minutes you|At the end you|You) (will|keep)\b")
 NOT_GUIDES = {"architecture.md", "concepts/glossary.md", "comparison.md"}
 LABELS = {"healthy_run.md", "release-checklist.md"}
@@ -53,7 +55,9 @@ def test_a_page_says_in_two_sentences_for_whom_it_is_and_what_they_will_have(nam
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_glossary_has_each_term_that_a_page_explains(name: str) -> None:
-    terms = set() if name in LABELS or name.startswith("from_scratch/") else defined(TEXTS[name])
+    terms = (
+        set() if name in LABELS or name.startswith(("from_scratch/", "examples/")) else defined(TEXTS[name])
+    )
     assert {term for term in terms if f"**{term.removesuffix('s')}" not in GLOSSARY} == set()
 
 
@@ -64,7 +68,7 @@ def test_the_glossary_is_in_order() -> None:
 
 
 def test_most_pages_link_their_first_term_to_the_glossary() -> None:
-    guides = [name for name in PAGES if not name.startswith(("from_scratch/", "reference/"))]
+    guides = [name for name in PAGES if not name.startswith(("from_scratch/", "reference/", "examples/"))]
     without = [name for name in guides if "glossary.md" not in TEXTS[name]]
     field = re.compile(r"\b(ranks?|collectives?|all-reduce|micro-batch(es)?|shards|sharded)\b")
     assert [name for name in without if len(field.findall(TEXTS[name])) > 8 and name not in NOT_GUIDES] == []

@@ -33,6 +33,7 @@ def test_each_link_of_llms_txt_is_a_file_of_the_site(tmp_path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", (DOCS / "llms.txt").read_text(encoding="utf-8"))
     assert len(links) > 15
     assert [link for link in links if not (tmp_path / link).exists() and not (DOCS / link).exists()] == []
+    assert "\nimport torch\n" in (tmp_path / "examples/recipes/gan.md").read_text()
 
 
 def test_versions_stand_beside_each_other_and_the_newest_comes_first(tmp_path: Path) -> None:

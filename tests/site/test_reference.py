@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
+from lockstep import Accelerator
 from tests.site import reference
 
 
@@ -12,15 +14,24 @@ def test_every_public_name_is_in_its_modules_section() -> None:
     assert reference.undocumented_names(page) == []
     assert reference.unlisted_modules() == []
     assert reference.methods_without_a_sentence() == []
-    for line, name in [
-        ("::: lockstep.parallel.tensor.transformer_layers.ParallelMLP\n", "lockstep.nn.ParallelMLP"),
-        ("::: lockstep.launch.functions.notebook_launcher\n", "lockstep.notebook_launcher"),
-        ("::: lockstep.errors.ConfigError\n", "lockstep.errors.ConfigError"),
-    ]:
-        assert line in page
-        assert reference.undocumented_names(page.replace(line, "")) == [name]
-    without = re.sub(r"^\| `send_to_device` .*\n", "", page, flags=re.MULTILINE)
-    assert reference.undocumented_names(without) == ["lockstep.utils.send_to_device"]
+    for name in ("nn.ParallelMLP", "testing.check_parity", "errors.ConfigError", "utils.send_to_device"):
+        without = re.sub(rf"^\| \[?`{name.rpartition('.')[2]}`.*\n", "", page, flags=re.MULTILINE)
+        assert reference.undocumented_names(without) == [f"lockstep.{name}"]
+
+
+def test_the_page_of_accelerator_has_the_five_calls_first_and_every_documented_method() -> None:
+    page = reference.page("api/Accelerator.md")
+    first, *rest = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    assert "members: [prepare, backward, gather_for_metrics, print]" in first
+    shown = re.findall(r"^::: lockstep\.accelerator\.Accelerator\.(\w+)$", "".join(rest), re.MULTILINE)
+    documented = {
+        name
+        for name, value in inspect.getmembers_static(Accelerator)
+        if not name.startswith("_") and type(value).__module__ != "lockstep.config.options_view"
+        if not isinstance(value, bool | None) and inspect.getdoc(value)
+    }
+    assert len(shown) == len(set(shown))
+    assert documented == {*shown, "prepare", "backward", "gather_for_metrics", "print"}
 
 
 def test_every_command_and_option_is_in_its_section() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 import lockstep
 from lockstep.config import IN_FILES
-from tests.site import features, names, schema
+from tests.examples import printed
+from tests.site import examples, features, names, schema
 from tests.site.pages import DOCS, ROOT
 from tests.site.written import pages
 
@@ -25,7 +27,22 @@ def test_a_page_is_that_of_the_source(path: str) -> None:
 
 def test_no_name_is_without_a_sentence() -> None:
     page = PAGES["docs/reference/names.md"]
-    assert re.findall(r"^\| `\w+` \| *\|$", page, flags=re.MULTILINE) == []
+    assert re.findall(r"^\| \S+ \| *\|$", page, flags=re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+def test_an_example_that_a_page_names_is_a_link(path: Path) -> None:
+    assert examples.unlinked(path) == []
+
+
+def test_every_example_has_a_page_and_what_is_recorded_is_of_an_example() -> None:
+    assert {path.suffix for path in examples.SOURCES} == {".py", ".ipynb"}
+    assert {path.relative_to(DOCS / "examples") for path in (DOCS / "examples").rglob("*.md")} == {
+        path.relative_to(examples.EXAMPLES).with_suffix(".md") for path in examples.SOURCES
+    }
+    recorded = {path.relative_to(printed.FOLDER).with_suffix(".py") for path in printed.FOLDER.rglob("*.txt")}
+    assert recorded <= {path.relative_to(examples.EXAMPLES) for path in examples.SOURCES}
+    assert {path.relative_to(examples.EXAMPLES) for path in examples.RECIPES} <= recorded
 
 
 def test_every_key_of_a_file_has_a_schema() -> None:

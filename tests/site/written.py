@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tests import migration_tables, settings_table
-from tests.site import commands, features, names, recipes, schema
-from tests.site.pages import DOCS, with_block
+from tests.site import commands, examples, features, names, schema
+from tests.site.pages import DOCS, ROOT, with_block
 
 
 def pages() -> dict[str, str]:
@@ -14,13 +16,23 @@ def pages() -> dict[str, str]:
     migration = migration_tables.PAGE.read_text(encoding="utf-8")
     return {
         **features.pages(),
+        **names.pages(),
+        **examples.pages(),
+        "mkdocs.yml": with_navigation((ROOT / "mkdocs.yml").read_text(encoding="utf-8")),
         "docs/reference/commands.md": commands.page(),
-        "docs/reference/names.md": names.page(),
         "docs/reference/configuration.md": settings_table.BLOCK.sub(
             lambda _: settings_table.table(), configuration
         ),
         "docs/migrating-from-accelerate.md": migration_tables.written(migration),
-        "docs/recipes.md": recipes.page(),
         "docs/reference/environment.md": with_block(environment, "variables", schema.variables()),
         "docs/reference/config.schema.json": schema.text(),
     }
+
+
+def with_navigation(text: str) -> str:
+    """The configuration of the site with the pages of names and of examples in its navigation."""
+    for block, lines in {"names": names.navigation(), "examples": examples.navigation()}.items():
+        place = re.compile(rf"(?<=# {block}\n)(?: +- .*\n)*(?= +# end of {block}\n)")
+        text, found = place.subn(lambda _, lines=lines: lines, text)
+        assert found == 1, block
+    return text
