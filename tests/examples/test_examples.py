@@ -61,7 +61,9 @@ DIGITS = {
 
 @pytest.fixture(scope="module")
 def plain_result(run: Run) -> list[float]:
-    return digits_result(run(*DIGITS["plain"], "--epochs", 4))
+    text = run(*DIGITS["plain"], "--epochs", 4)
+    assert_as_recorded("digits/plain.py", ["--epochs", "4"], text)
+    return digits_result(text)
 
 
 def digits_result(text: str) -> list[float]:
@@ -79,7 +81,8 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 @pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
 def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
     text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
-    assert_as_recorded(str(DIGITS[name][1]), ["--epochs", "4"], text)
+    if name == "accelerated on 2":
+        assert_as_recorded("digits/accelerated.py", ["--epochs", "4"], text)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 
