@@ -162,9 +162,9 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
 ) -> None:
     in_memory = run(1, "gpt/offload.py", "--steps", 5, "--parallel", "auto")
     on_disk = run(1, "gpt/offload.py", "--steps", 5, "--parallel", f"offload=all offload_to={tmp_path}")
-    assert_as_recorded(
-        "gpt/offload.py", ["--steps", "5", "--parallel", "offload=all offload_to=runs/state"], on_disk
-    )
+    shown = on_disk.replace(str(tmp_path), "runs/state")
+    words = ["--steps", "5", "--parallel", "offload=all offload_to=runs/state"]
+    assert_as_recorded("gpt/offload.py", words, shown)
     assert numbers("loss NUMBER", on_disk) == numbers("loss NUMBER", in_memory)
     assert numbers("in files NUMBER", in_memory) == [0.0]
     held = [numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "gradients", "optimizer")]
