@@ -61,7 +61,9 @@ DIGITS = {
 
 @pytest.fixture(scope="module")
 def plain_result(run: Run) -> list[float]:
-    return digits_result(run(*DIGITS["plain"], "--epochs", 4))
+    text = run(*DIGITS["plain"], "--epochs", 4)
+    assert_as_recorded("digits/plain.py", ["--epochs", "4"], text)
+    return digits_result(text)
 
 
 def digits_result(text: str) -> list[float]:
@@ -79,7 +81,8 @@ def test_plain_digits_are_learnt(plain_result: list[float]) -> None:
 @pytest.mark.parametrize("name", [name for name in DIGITS if name != "plain"])
 def test_digits_give_the_numbers_of_the_plain_loop(run: Run, name: str, plain_result: list[float]) -> None:
     text = run(*DIGITS[name], "--epochs", 4, is_launched=True)
-    assert_as_recorded(str(DIGITS[name][1]), ["--epochs", "4"], text)
+    if name == "accelerated on 2":
+        assert_as_recorded("digits/accelerated.py", ["--epochs", "4"], text)
     assert digits_result(text) == pytest.approx(plain_result, abs=2e-6)
 
 
@@ -159,9 +162,9 @@ def test_the_gpt_with_its_state_on_disk_has_the_losses_of_training_in_memory(
 ) -> None:
     in_memory = run(1, "gpt/offload.py", "--steps", 5, "--parallel", "auto")
     on_disk = run(1, "gpt/offload.py", "--steps", 5, "--parallel", f"offload=all offload_to={tmp_path}")
-    assert_as_recorded(
-        "gpt/offload.py", ["--steps", "5", "--parallel", "offload=all offload_to=runs/state"], on_disk
-    )
+    shown = on_disk.replace(str(tmp_path), "runs/state")
+    words = ["--steps", "5", "--parallel", "offload=all offload_to=runs/state"]
+    assert_as_recorded("gpt/offload.py", words, shown)
     assert numbers("loss NUMBER", on_disk) == numbers("loss NUMBER", in_memory)
     assert numbers("in files NUMBER", in_memory) == [0.0]
     held = [numbers(f"{what} NUMBER MB", on_disk)[0] for what in ("weights", "gradients", "optimizer")]
