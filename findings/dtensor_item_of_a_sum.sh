@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# torch 2.13.0 (CPU), two ranks with gloo: x.sum().item() of a sharded DTensor is the sum of this rank's shard. The same
-# number is whole by x.sum().full_tensor(), float() gives the rank's part as item() does, and x.mean().item() the mean
-# of the shard. x.argmax().item(), x.max().item() and x.norm().item() differ as well where the ranks' parts do.
+# torch 2.13.0 (CPU), two ranks with gloo: x.sum().item() of a sharded DTensor is the sum of this rank's shard. So are
+# float(x.sum()), x.mean().item(), x.max().item() and x.norm().item() numbers of the shard. x.sum().full_tensor() is whole.
 #
 # Expected: one number on all ranks, as DTensor computes on the logical tensor, or a refusal to read a pending sum.
 # Seen: item() reads the local tensor, so that ranks log, compare or branch by other numbers.
