@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
@@ -16,11 +17,12 @@ from torch.nn.utils import clip_grad
 @functools.cache
 def check_clipped(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Have ``check`` called with the gradients that torch's ``clip_grad_norm_`` is about to clip, from now on."""
-    in_torch = clip_grad._get_total_norm
+    module: Any = clip_grad
+    in_torch = module._get_total_norm
 
     @functools.wraps(in_torch)
-    def total_norm(gradients: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
+    def total_norm(gradients: Sequence[torch.Tensor], *args: object) -> object:
         check(gradients)
         return in_torch(gradients, *args)
 
-    clip_grad._get_total_norm = total_norm
+    module._get_total_norm = total_norm
