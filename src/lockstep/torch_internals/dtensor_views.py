@@ -91,7 +91,8 @@ def shares_memory(tensor: DTensor, other: DTensor) -> bool:
 def keep_values(tensor: DTensor) -> None:
     """Give what shares the memory of a parameter a copy, as the parameter is about to get other values by ``.data``."""
     own: Any = tensor._local_tensor
-    for part in list(_SHARERS.get(_memory(own), {}).values()):
+    sharers: list[Any] = list(_SHARERS.get(_memory(own), {}).values())
+    for part in sharers:
         if part is not own and _memory(part) == _memory(own):
             part.data = part.clone()
             del part._parameter  # type: ignore[attr-defined]
