@@ -397,6 +397,32 @@ def curvature(run: Run) -> None:
 
 
 @refused
+def a_block_copied_into_another(run: Run) -> None:
+    run.steps(1)
+    with torch.no_grad():
+        run.model.layers[0].up.weight.copy_(run.model.layers[3].up.weight)
+
+
+@refused
+def blocks_scaled_by_the_norm_of_one(run: Run) -> None:
+    run.steps(1)
+    with torch.no_grad():
+        norm = run.model.layers[0].up.weight.norm()
+        for layer in run.model.layers:
+            layer.down.weight.mul_(norm)
+
+
+@refused
+def the_mean_of_two_blocks(run: Run) -> None:
+    run.steps(1)
+    with torch.no_grad():
+        first, last = run.model.layers[0].up.weight, run.model.layers[3].up.weight
+        mean = (first + last) / 2
+        first.copy_(mean)
+        last.copy_(mean)
+
+
+@refused
 def averaged_in_one_operation(run: Run) -> None:
     run.steps(1)
     average = [torch.zeros(p.shape) for p in run.model.parameters()]

@@ -7,7 +7,7 @@ memory; what it computes from inputs and buffers alone is real.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.comm.tree import leaves, map_leaves
 from lockstep.errors import UsageError
+from lockstep.model.changes import attributes_set
 from lockstep.model.contents import copy_of
 from lockstep.parallel.pipeline.traced import repeated
 from lockstep.torch_internals import dtensor
@@ -30,12 +31,33 @@ Change = tuple[dict[str, object], str, object]
 """(dict, key, value) of an entry that is changed while a stage runs."""
 
 
+class _PlaceholderMode(FakeTensorMode):
+    """Computes without values. Outside of a call of the model, a change that would be lost is refused."""
+
+    in_call = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and not self.in_call:
+            tensors = [leaf for leaf in leaves((args, kwargs or {})).values() if isinstance(leaf, Tensor)]
+            if {isinstance(one, FakeTensor) for one in tensors} == {True, False}:
+                raise UsageError(
+                    f"{func._schema.name.partition('::')[2]} meets a weight of a block of this rank and one of a block "
+                    "on another rank of the pipeline, which has no values here. Change the weights before prepare(), "
+                    "or each block by its own values alone."
+                )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class PlaceholderTensors:
     """Makes tensors without values on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _PlaceholderMode(allow_non_fake_inputs=True)
         self._device = device
+
+    def in_call(self) -> AbstractContextManager[None]:
+        """Let a forward change tensors by placeholders inside: what it leaves is looked at afterwards."""
+        return attributes_set(self._mode, in_call=True)
 
     def without_values(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` without its values."""

@@ -256,7 +256,7 @@ class PipelineModel(ModuleAround):
         autocast = Autocast(local.device.type)
         local.executed.clear()
         self._calls += 1
-        with autocast.outside(), self._named_failures():
+        with autocast.outside(), local.layout.placeholders.in_call(), self._named_failures():
             plan = self._plan(call, loss_fn, autocast)
             batch = Batch(call, cut(call, plan.micro_batches, plan.dims), plan, loss_fn, autocast)
             if not torch.is_grad_enabled():
