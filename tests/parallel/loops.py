@@ -630,6 +630,41 @@ def data_assigned(run: Run) -> Values:
     return _trained(run, graded=of_gradients, stepped=of_weights)
 
 
+def averages_swapped_in_by_data(run: Run) -> Values:
+    """As most copies of a class EMA do it: the backup is no copy, and the weights get other memory."""
+    shadow: dict[str, torch.Tensor] = {}
+
+    def follow(now: Training) -> None:
+        backup = {}
+        for name, p in now.model.named_parameters():
+            shadow[name] = (0.5 * p.data + 0.5 * shadow.get(name, p.data)).clone()
+            backup[name], p.data = p.data, shadow[name]
+        with torch.no_grad():
+            now.loss()
+        for name, p in now.model.named_parameters():
+            p.data = backup[name]
+
+    return _trained(run, stepped=follow)
+
+
+def a_step_undone_by_data(run: Run) -> Values:
+    def change(now: Training) -> None:
+        before = [(p, p.data if now.step else p.detach()) for p in now.model.parameters()]
+        for p, kept in before:
+            p.data = p.data + 0.1
+            # What was kept has its values still; a scalar, and what is changed in its own memory, as well.
+            p.data = kept if now.step < 2 else kept.mul_(0.5)
+
+    return _trained(run, stepped=change)
+
+
+def weights_tied_by_data_after_prepare(run: Run) -> Values:
+    def tie(now: Training) -> None:
+        now.inner.head.weight.data = now.inner.embed.weight.data
+
+    return _trained(run, ready=tie)
+
+
 def sharpness_by_hand(run: Run) -> Values:
     """SAM in the loop: a scalar parameter is moved by what was computed from sharded ones too."""
 

@@ -71,6 +71,7 @@ OF_ZERO = {
     "averaged_by_hand": "that was not averaged over the ranks",
     "stepped_without_a_last_backward": NOT_AVERAGED,
     "features_of_the_root_alone": NOT_AVERAGED,
+    "weights_tied_by_data_after_prepare": "got the memory of another one",
     "parts_assigned": OF_A_PART,
     "parts_changed_in_place": OF_A_PART,
     "curvature_by_autograd_grad": "appears to not have been used in the graph",

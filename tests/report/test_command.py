@@ -57,8 +57,8 @@ def test_every_key_of_the_json_is_documented() -> None:
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_refused(capsys, ["report", str(tmp_path)], "holds neither measures.jsonl nor events.jsonl")
-    check_refused(capsys, ["report", str(tmp_path / "nothing")], "is not there")
+    check_refused(capsys, ["report", str(tmp_path)], "contains neither measures.jsonl nor events.jsonl")
+    check_refused(capsys, ["report", str(tmp_path / "nothing")], "does not exist")
     folder = write_run(tmp_path / "run", SMALL)
     check_refused(capsys, ["report", str(folder), "-o", str(tmp_path)], "is a folder. Name a file")
     missing = tmp_path / "missing" / "page.html"

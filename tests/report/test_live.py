@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cli.calling import call, check_refused
-from lockstep.history import MEASURES, JsonFields, read_run
+from lockstep.history import MEASURES, read_run
 from lockstep.report import NEWEST_BYTES, bar, screen, sparkline
 from tests.command import LOCKSTEP
 from tests.launch.screen import InTerminal
@@ -41,15 +41,6 @@ def test_a_running_run_shows_its_newest_values_and_marks_the_slow_rank(tmp_path:
     slow = [line for line in lines if "slow: " in line]
     assert len(slow) == 1 and "rank 5" in slow[0]
     assert float(slow[0].split("slow: ")[1].split()[0]) == pytest.approx(1.4, abs=0.05)
-
-
-def test_a_run_whose_ranks_have_ended_shows_the_times_that_they_wrote(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "gpt" / "run", RUNNING)
-    shown = screen(read_run(folder, NEWEST_BYTES), last_line(folder)["time"], JsonFields({"ranks": []}))
-    console = Console(file=io.StringIO(), width=100, color_system=None)
-    console.print(shown)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "own seconds of a step" in text and "rank 5" in text and "Accelerator" not in text
 
 
 @pytest.mark.parametrize("kind", RUNS)
