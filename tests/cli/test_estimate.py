@@ -145,7 +145,7 @@ def test_activations_are_counted_when_a_batch_is_given(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "is no file or folder"),
+        (["nowhere"], "is not a file, a folder"),
         (["1.5"], "MODEL='1.5' is not a whole number"),
         (["1e99"], "MODEL='1e99' is not a whole number"),
         (["MODEL", "--memory", "much"], "--memory='much' is not a size"),

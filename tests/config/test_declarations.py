@@ -38,7 +38,7 @@ def test_help_says_the_default_that_holds() -> None:
     [
         ("gradient_clipping: -1", "gradient_clipping: -1 is not a number of at least 0."),
         ("optimizer: 5", "optimizer: 5 is not a section."),
-        ("grad_scaler: {init_scale: x}", "grad_scaler: init_scale=x is not a number of at least 0."),
+        ("grad_scaler: {init_scale: x}", "grad_scaler.init_scale=x is not a number of at least 0."),
         ("parallel: zero=9", "parallel: zero=9 is not an integer from 0 to 3."),
     ],
 )

@@ -56,7 +56,7 @@ def test_fields_of_parallel_are_keywords_of_their_own() -> None:
         ({"zro": 3}, ["'zro'", "Did you mean 'zero'?"]),
         ({"activation": "ful"}, ["'ful'", "'full'"]),
         ({"replicate": 2}, ["replicate needs a stage of ZeRO"]),
-        ({"parallel": "zer=3"}, ["Accelerator(parallel=...)", "Did you mean 'zero'?"]),
+        ({"parallel": "zer=3"}, ["Accelerator(...): parallel: 'zer' is", "Did you mean 'zero'?"]),
         ({"parallelism_config": object()}, ["parallelism_config is of type object"]),
         (
             {"parallelism_config": ParallelismConfig(dp_shard_size=2)},

@@ -326,7 +326,7 @@ model = torch.nn.Linear(2, 3)
         ("lazy", {}, "lazy modules"),
         ("modle", {}, "Did you mean 'model'?"),
         ("model", {"width": 1}, "takes no arguments"),
-        ("", {}, "is no file or folder"),
+        ("", {}, "is not a file, a folder"),
     ],
 )
 def test_a_factory_that_cannot_be_used_is_one_sentence(
@@ -358,14 +358,14 @@ def test_an_object_and_a_function_with_arguments_are_counted(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("meta-llama/Llama-3", "is no file or folder"),
+        ("meta-llama/Llama-3", "is not a file, a folder"),
         ("no_such_module_q:Model", "No module named 'no_such_module_q'"),
         ("no/such/file.py:Model", "There is no file"),
         ("torch.nn:Linera", "Did you mean 'Linear'?"),
-        ("\0", "is no file or folder"),
-        ("a" * 5000, "is no file or folder"),
-        (":", "is no file or folder"),
-        (":Model", "is no file or folder"),
+        ("\0", "is not a file, a folder"),
+        ("a" * 5000, "is not a file, a folder"),
+        (":", "is not a file, a folder"),
+        (":Model", "is not a file, a folder"),
     ],
 )
 def test_what_is_not_there_is_refused(text: str, sentence: str) -> None:

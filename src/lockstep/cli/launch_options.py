@@ -62,28 +62,27 @@ def misplaced(ctx: click.Context, arguments: Sequence[str], script: str) -> list
     found = [word for word in dict.fromkeys(words) if dashes(word) in shown]
     if not found:
         return []
-    own = dashes(text_of(script))
-    # A module or another program has no text.
-    return [word for word in found if own and dashes(word).strip("-") not in own]
+    text = text_of(script)
+    return [word for word in found if text is not None and dashes(word).strip("-") not in dashes(text)]
 
 
-def text_of(script: str) -> str:
-    """Return the text of a script; "" for a module or another program."""
+def text_of(script: str) -> str | None:
+    """Return the text of a script; None for a module or another program."""
     try:
         return Path(script).read_text(errors="replace")
     except (OSError, ValueError):
-        return ""
+        return None
 
 
 def trains_alone(script: str) -> bool:
     """Return whether the script's own text trains in plain torch, and has no word of any library that knows ranks."""
-    text = text_of(script)
+    text = text_of(script) or ""
     return ".backward(" in text and KNOWS_RANKS.search(text) is None
 
 
 def reads_local_rank(script: str) -> bool:
     """Return whether a script takes its local rank from an option alone, which torch.distributed.launch passes."""
-    text = text_of(script)
+    text = text_of(script) or ""
     return re.search(r"--local[_-]rank\b", text) is not None and "LOCAL_RANK" not in text
 
 

@@ -157,7 +157,8 @@ def _parallel(value: str | Parallel | Mapping[str, object] | None, origin: str) 
     try:
         return Parallel.parse(value)
     except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}" if origin else str(error).removeprefix("parallel: ")) from None
+        what = str(error).removeprefix("parallel: ")
+        raise ConfigError(f"{origin}: {what}" if origin else what) from None
 
 
 def _parallel_of_flag(value: str) -> str:

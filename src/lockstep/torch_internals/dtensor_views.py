@@ -95,7 +95,7 @@ def keep_values(tensor: DTensor) -> None:
     for part in sharers:
         if part is not own and _memory(part) == _memory(own):
             part.data = part.clone()
-            del part._parameter  # type: ignore[attr-defined]
+            del part._parameter
 
 
 def refuse_tie(tensor: DTensor, value: DTensor) -> None:

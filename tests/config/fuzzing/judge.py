@@ -110,7 +110,7 @@ def complaint_about_output(code: int, out: str, err: str) -> str | None:
         return f"exit code {code}"
     if "Traceback (most recent call last)" in out + err:
         return "a traceback was printed"
-    errors = sum(line.startswith("Error:") for line in err.splitlines())
+    errors = sum(line.startswith("lockstep: error:") for line in err.splitlines())
     if code and errors != 1:
         return f"exit code {code} with {errors} messages: {err[:300]!r}"
     if any(not (c.isprintable() or c in "\n\t") for c in out + err):
