@@ -28,7 +28,7 @@ TEXTS = (kinds.PARALLEL, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.GRAD_SCALER)
 """Kinds of values that travel on as the environment has them."""
 
 
-MISSING = "does not exist. Check the path, or use -m for a module or --no-python for another program"
+MISSING = "does not exist. Check the path, or use -m for a module or --no-python for another program."
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Program:
             # A name too long for the file system, or with a NUL.
             problem = MISSING
         if problem:
-            raise ConfigError(f"the script {self.target[:200]!r} {problem}.")
+            raise ConfigError(f"the script {self.target[:200]!r} {problem}")
         return (*python, self.target, *self.arguments)
 
 
@@ -78,11 +78,11 @@ def _problem(script: Path) -> str:
     if not script.exists():
         return MISSING
     if script.is_dir() and not (script / "__main__.py").exists():
-        return "is a directory without __main__.py. Check the path, or use -m for a module"
+        return "is a directory without __main__.py. Check the path, or use -m for a module."
     if script.suffix in (".yaml", ".yml", ".json"):
-        return f"is a configuration file. Write --config-file {str(script)[:200]} SCRIPT"
+        return f"is a configuration file. Write --config-file {str(script)[:200]} SCRIPT."
     hides = script.name in ("lockstep.py", "torch.py")
-    return f"hides the package {script.stem}, which it imports. Rename it" if hides else ""
+    return f"hides the package {script.stem}, which it imports. Rename it." if hides else ""
 
 
 @dataclass(frozen=True)
