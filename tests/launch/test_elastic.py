@@ -59,7 +59,7 @@ def test_used_up_restarts_end_the_run_with_the_failing_rank_s_code(tmp_path: Pat
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(300)\n")
     done = run("--nproc", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs", script)
     assert done.returncode == 9
-    said = [line for line in done.stderr.splitlines() if line.startswith("lockstep launch:")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("lockstep:")]
     assert said == [
         "lockstep: restart 1 of 1: rank 1 failed (exit code 9); resuming.",
         "lockstep: rank 1 failed first (exit code 9); the other process was ended.",
