@@ -28,18 +28,9 @@ from lockstep.checkpoint.format.documents import (
 )
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.model.dtypes import DTYPES as FILE_DTYPES
+from lockstep.model.dtypes import DTYPES, NAMES
 
 Item = TypeVar("Item")
-
-DTYPES = {
-    name: dtype
-    for name, dtype in FILE_DTYPES.items()
-    if name not in ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-}
-"""The dtypes that checkpoints have, by their names in safetensors files."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Sizes = Annotated[tuple[Extent, ...], Field(strict=False)]
 """Not strict, as JSON has lists for tuples; the numbers in it are."""
@@ -96,7 +87,7 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     used: dict[str, int] = {}
     places: set[tuple[str, str]] = set()
     for name, entry in index.items():
-        _check_chunks(name, entry, path)
+        check_chunks(name, entry, path)
         for chunk in entry.pieces:
             if (chunk.file, chunk.key) in places:
                 raise CheckpointError(
@@ -114,7 +105,8 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     return index
 
 
-def _check_chunks(name: str, entry: TensorEntry, path: str) -> None:
+def check_chunks(name: str, entry: TensorEntry, path: str) -> None:
+    """Raise CheckpointError unless the chunks of a tensor lie inside of it and fill it once."""
     if entry.dtype not in DTYPES:
         raise CheckpointError(
             f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."
@@ -262,12 +254,12 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     """Return what safetensors calls the tensor's dtype. Raises UsageError where it has none or the layout is
     not dense.
     """
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.dtype not in NAMES or tensor.layout is not torch.strided or tensor.is_nested:
         raise UsageError(
-            f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which safetensors files cannot hold. "
+            f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which checkpoints cannot hold. "
             "Convert it in state_dict()."
         )
-    return DTYPE_NAMES[tensor.dtype]
+    return NAMES[tensor.dtype]
 
 
 class TensorReader:

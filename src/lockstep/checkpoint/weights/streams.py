@@ -13,7 +13,6 @@ import torch
 
 from lockstep.checkpoint.format.documents import Chunk, record_of
 from lockstep.checkpoint.format.tensors import (
-    DTYPE_NAMES,
     ChunkMetadata,
     Index,
     TensorFile,
@@ -22,6 +21,7 @@ from lockstep.checkpoint.format.tensors import (
 )
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.model.dtypes import NAMES as DTYPE_NAMES
 
 Elements = Callable[[str], Iterable[Chunk]]
 """The elements of a tensor by its name, in order, as bytes. Asked for once, in the order of the files."""
