@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests import migration_tables, settings_table
+from tests import checkpoint_formats, migration_tables, settings_table
 from tests.site import commands, examples, features, names, schema
-from tests.site.pages import DOCS, ROOT, with_block
+from tests.site.pages import DOCS, ROOT, table, with_block
 
 
 def pages() -> dict[str, str]:
@@ -14,6 +14,8 @@ def pages() -> dict[str, str]:
     environment = (DOCS / "reference/environment.md").read_text(encoding="utf-8")
     configuration = (DOCS / "reference/configuration.md").read_text(encoding="utf-8")
     migration = migration_tables.PAGE.read_text(encoding="utf-8")
+    importing = checkpoint_formats.PAGE.read_text(encoding="utf-8")
+    formats = table(checkpoint_formats.HEAD, checkpoint_formats.rows())
     return {
         **features.pages(),
         **names.pages(),
@@ -24,6 +26,7 @@ def pages() -> dict[str, str]:
             lambda _: settings_table.table(), configuration
         ),
         "docs/migrating-from-accelerate.md": migration_tables.written(migration),
+        "docs/importing-checkpoints.md": with_block(importing, "formats", formats),
         "docs/reference/environment.md": with_block(environment, "variables", schema.variables()),
         "docs/reference/config.schema.json": schema.text(),
     }

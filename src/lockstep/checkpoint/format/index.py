@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BITS = {"BOOL": 8, **{name: int(re.findall(r"\d+", name)[0]) for name in (
     "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2",
+    "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
 )}}  # fmt: skip
 """The dtypes that checkpoints have, by their names in safetensors files, and the size of an element."""
 
@@ -84,7 +85,7 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     used: dict[str, int] = {}
     places: set[tuple[str, str]] = set()
     for name, entry in index.items():
-        _check_chunks(name, entry, path)
+        check_chunks(name, entry, path)
         for chunk in entry.pieces:
             if (chunk.file, chunk.key) in places:
                 raise CheckpointError(
@@ -102,7 +103,8 @@ def index_from_bytes(content: bytes, manifest: Manifest, path: str) -> Index:
     return index
 
 
-def _check_chunks(name: str, entry: TensorEntry, path: str) -> None:
+def check_chunks(name: str, entry: TensorEntry, path: str) -> None:
+    """Raise CheckpointError unless the chunks of a tensor lie inside of it and fill it once."""
     if entry.dtype not in BITS:
         raise CheckpointError(
             f"{path}: {name} has the unknown dtype {entry.dtype!r}. Load another checkpoint."

@@ -15,15 +15,11 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.format.index import BITS
 from lockstep.comm.collectives import as_bytes
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.model.dtypes import DTYPES
+from lockstep.model.dtypes import NAMES
 
 Item = TypeVar("Item")
-
-DTYPE_NAMES = {DTYPES[name]: name for name in BITS}
-"""The dtypes that checkpoints have, and their names in safetensors files."""
 
 
 def in_parts(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> list[list[Item]]:
@@ -117,12 +113,12 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     """Return what safetensors calls the tensor's dtype. Raises UsageError where it has none or the layout is
     not dense.
     """
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.dtype not in NAMES or tensor.layout is not torch.strided or tensor.is_nested:
         raise UsageError(
-            f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which safetensors files cannot hold. "
+            f"{name} is a tensor of {tensor.dtype}, layout {tensor.layout}, which checkpoints cannot hold. "
             "Convert it in state_dict()."
         )
-    return DTYPE_NAMES[tensor.dtype]
+    return NAMES[tensor.dtype]
 
 
 class TensorReader:

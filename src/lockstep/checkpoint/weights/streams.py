@@ -13,9 +13,10 @@ import torch
 
 from lockstep.checkpoint.format.documents import Chunk, record_of
 from lockstep.checkpoint.format.index import ChunkMetadata, Index
-from lockstep.checkpoint.format.tensors import DTYPE_NAMES, TensorFile, TensorReader, elements_of
+from lockstep.checkpoint.format.tensors import TensorFile, TensorReader, elements_of
 from lockstep.checkpoint.store.local import LocalStore
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.model.dtypes import NAMES as DTYPE_NAMES
 
 Elements = Callable[[str], Iterable[Chunk]]
 """The elements of a tensor by its name, in order, as bytes. Asked for once, in the order of the files."""
