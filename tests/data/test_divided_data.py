@@ -63,6 +63,22 @@ class Pipeline(FileStream):
         self.pipeline = [*stages]
 
 
+def single_node_only(source: Any) -> Any:
+    return source
+
+
+class OfLitdata(FileStream):
+    __module__ = "litdata.streaming.dataset"
+
+
+class OfMosaicML(FileStream):
+    __module__ = "streaming.base.dataset"
+
+
+class OfTheScript(FileStream):
+    __module__ = "streaming"
+
+
 def names(count: int = 16, folder: str = "data") -> list[str]:
     return [f"{folder}/{number}.png" for number in range(count)]
 
@@ -89,6 +105,9 @@ OTHERS_ON_EACH_RANK: dict[str, Make] = {
     "dictionaries": lambda rank, world: [{"id": i, "x": torch.ones(2)} for i in range(16)][rank::world],
     "stream of files": lambda rank, world: FileStream(names()[rank::world]),
     "webdataset": lambda rank, world: Pipeline(iter, split_by_node),
+    "webdataset, by default": lambda rank, world: Pipeline(iter, single_node_only),
+    "litdata": lambda rank, world: OfLitdata(names()),
+    "MosaicML's streaming": lambda rank, world: OfMosaicML(names()),
 }
 ALIKE: dict[str, Make] = {
     "table": lambda rank, world: table(),
@@ -102,6 +121,8 @@ ALIKE: dict[str, Make] = {
     "synthetic rows": lambda rank, world: TensorDataset(torch.randn(16, 2), torch.randint(9, (16,))),
     "own affairs": lambda rank, world: with_attribute(Numbers(16), [rank, "rank"]),
     "stream": lambda rank, world: FileStream(names()),
+    "webdataset without a node splitter": lambda rank, world: Pipeline(iter),
+    "a stream of the script's module streaming": lambda rank, world: OfTheScript(names()),
     "stream of rank 0": lambda rank, world: FileStream(names() if rank == 0 else []),
 }
 
@@ -187,6 +208,15 @@ def test_a_loader_that_is_not_known_is_refused_where_it_must_be_divided(
     is_divided = (world_size, parallel) == (2, "ddp")
     for found in run_distributed(with_unknown_loaders, world_size, parallel):
         assert [("would train on the same rows" in one) for one in found] == [is_divided] * 3, found
+
+
+def test_on_one_rank_a_word_says_that_its_position_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    for item, words in ((OwnLoader(), 1), ([torch.ones(2)], 0), ("text", 0)):
+        caplog.clear()
+        accelerator.prepare(item)
+        found = [record.getMessage() for record in caplog.records]
+        assert sum("OwnLoader, which gives batches" in text for text in found) == words, (item, found)
 
 
 def warnings_of_a_forgotten_loader(forgets: bool) -> int:

@@ -93,7 +93,7 @@ class Dealing:
                 continue
             base = self.base = self.base or (start,)
             self.rounds = number = self.rounds + 1
-            progress = new_progress(((behind,), base, (number,), 0))
+            progress = new_progress(((behind,), base, (number,), 0, (0,)))
             announce(new_round((counts, False, progress, digest, None)))
             for offset, part in parts:
                 index = this[part]
@@ -112,7 +112,7 @@ class Dealing:
             parts = self._own_parts(this)
             if not parts:
                 continue
-            behind = None if is_over else new_progress(((self.samples,), base, (self.rounds,), 0))
+            behind = None if is_over else new_progress(((self.samples,), base, (self.rounds,), 0, (0,)))
             self.announced.append(new_round((this.counts, not coming, behind, digest, None)))
             for rank, part in parts:
                 index = part[0] if self.opaque else part

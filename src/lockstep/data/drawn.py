@@ -136,6 +136,22 @@ def stateful_samplers(loader: DataLoader[object]) -> list[Any]:
     ]
 
 
+def pass_epochs(loader: DataLoader[object], epochs: int) -> None:
+    """Bring random numbers and counters that the samplers keep for themselves to where so many epochs bring them.
+
+    Samplers that begin each epoch anew, or that keep a state, have nothing to pass. The generators stay.
+    """
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    keeps = any(hasattr(one, "set_epoch") for one in samplers_of(loader)) or stateful_samplers(loader)
+    if keeps or draws_at_once(sampler) or not hasattr(sampler, "__len__"):
+        return
+    generators = generators_of(loader)
+    with generators.at(generators.read()):
+        for _ in range(epochs):
+            # One more than there are: what follows the last one is run.
+            deque(islice(sampler, len(sampler) + 1), maxlen=0)
+
+
 def states_of_samplers(samplers: Iterable[Any]) -> list[StateDict]:
     return [copy.deepcopy(sampler.state_dict()) for sampler in samplers]
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.comm.tree import leaves
 from lockstep.errors import UsageError
+
+TOLD = 16
+"""So many characters or numbers, at most, of each part of a sample go into the checksum of a stream."""
+
+WHOLE = {f"{sign}int{bits}" for sign in ("", "u") for bits in (16, 32, 64)}
+"""Types of whole numbers that count. Of bytes (images) and floats, an augmentation may draw others."""
 
 COMPARED = 64
 """Rows of which a checksum is made: some from the beginning to the end."""
@@ -25,15 +33,24 @@ ADVICE = (
 
 
 def check_undivided(loader: DataLoader[object], ranks: int) -> None:
-    """Raise UsageError for data of which a library says that they are one rank's part already."""
+    """Raise UsageError for data that a library has divided already, or divides by itself."""
     dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) and (library := _library_that_divides(type(dataset))):
+        raise UsageError(
+            f"{type(dataset).__name__} of {library} gives each of {ranks} ranks other samples by itself, so prepare() "
+            "cannot divide it. Leave its loader out of prepare(), pass it to register_for_checkpointing(), and move "
+            "its batches to accelerator.device."
+        )
     # Of the datasets library.
     config = getattr(dataset, "_distributed", None)
     by = "split_dataset_by_node" if getattr(config, "world_size", 1) > 1 else ""
-    # Of webdataset.
+    # Of webdataset: its default, single_node_only, raises on several ranks.
     for stage in getattr(dataset, "pipeline", ()) if isinstance(dataset, IterableDataset) else ():
-        if getattr(stage, "__name__", "") == "split_by_node":
-            by = "split_by_node"
+        if (name := getattr(stage, "__name__", "")) in ("split_by_node", "single_node_only"):
+            raise UsageError(
+                f"{type(dataset).__name__} has the node splitter {name}, but prepare() itself divides the samples over "
+                f"{ranks} ranks. Pass nodesplitter=None, or leave the splitter out of the pipeline."
+            )
     if by:
         raise UsageError(
             f"{type(dataset).__name__} was divided by {by} already, and prepare() would divide it over {ranks} ranks "
@@ -45,6 +62,31 @@ def fingerprint_of(loader: DataLoader[object]) -> Fingerprint:
     """Compute a fingerprint of the indices, files and other names of rows of a data set: it tells one split from
     another."""
     return dict(_found(loader.dataset, type(loader.dataset).__name__, 4))
+
+
+def _library_that_divides(kind: type) -> str:
+    """Return litdata or streaming (of MosaicML), if ``kind`` is a data set of theirs."""
+    modules = [base.__module__ for base in kind.__mro__]
+    found = [name for name in modules if name.startswith(("litdata.", "streaming.base."))]
+    return found[0].partition(".")[0] if found else ""
+
+
+def digest_of(samples: Iterable[object], digest: int) -> int:
+    """Continue the checksum of a stream by the texts and whole numbers that tell these samples from others."""
+    return zlib.crc32("".join([repr(_told(sample)) for sample in samples]).encode(), digest)
+
+
+def _told(part: Any) -> object:
+    if isinstance(part, (str, bytes, int)):
+        return part[:TOLD] if isinstance(part, (str, bytes)) else part
+    if isinstance(part, Mapping):
+        return [_told(value) for value in part.values()]
+    if isinstance(part, (list, tuple)):
+        return [_told(value) for value in part[:TOLD]]
+    is_array = isinstance(part, (np.integer, np.ndarray))
+    if is_array or (isinstance(part, torch.Tensor) and part.layout is torch.strided):
+        return part.reshape(-1)[:TOLD].tolist() if str(part.dtype).rpartition(".")[2] in WHOLE else None
+    return None
 
 
 def check_same(own: Fingerprint, main: Fingerprint, rank: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.tree import StateDict
 from lockstep.config.enums import RNGType
-from lockstep.data.drawn import Drawing, generators_of, of_samplers, states_of_samplers
+from lockstep.data.drawn import Drawing, generators_of, of_samplers, pass_epochs, states_of_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
 from lockstep.data.order import announce_epoch
@@ -334,6 +334,8 @@ class PreparedLoader(DataLoader[Any]):
                 position.is_midway,
                 parts.reads,
             )
+            if isinstance(parts.reader, MapReader) and epochs.latest is None and not epochs.next:
+                pass_epochs(self.original, position.epoch)
             for sampler, state in zip(parts.stateful_samplers, draws.samplers, strict=True):
                 sampler.load_state_dict(copy.deepcopy(state))
             if position.is_midway and draws.start is not None:

@@ -175,7 +175,10 @@ def announce_epoch_to(dataset: object, seed: int, epoch: int, seeded: bool) -> N
         generator.manual_seed(epoch_seed(seed, epoch))
 
 
-def _set_epoch(holder: object, epoch: int) -> None:
+def _set_epoch(holder: Any, epoch: int) -> None:
     set_epoch = getattr(holder, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
+    elif isinstance(getattr(holder, "next_epoch", None), int):
+        # Of MosaicML's streaming, which counts the iterations of a process.
+        holder.next_epoch = epoch

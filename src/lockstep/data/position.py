@@ -20,24 +20,28 @@ class Progress(NamedTuple):
     """What the loop has behind it in an epoch: one number for each worker process of a stream, else one.
 
     ``samples`` have been dealt, out of the order or of the worker's stream. Dealing as it goes now began behind
-    ``base`` of them and has made ``rounds`` since. ``turn`` is the worker whose round is next.
+    ``base`` of them and has made ``rounds`` since. ``turn`` is the worker whose round is next. ``digests`` are
+    checksums of the samples, where they come out of streams (-1: not known).
     """
 
     samples: tuple[int, ...] = (0,)
     base: tuple[int, ...] = (0,)
     rounds: tuple[int, ...] = (0,)
     turn: int = 0
+    digests: tuple[int, ...] = (0,)
 
-    def after(self, worker: int, samples: int) -> Progress:
-        """Return the position after one more round of ``worker``, with so many samples."""
-        behind, rounds = [*self.samples], [*self.rounds]
+    def after(self, worker: int, samples: int, digest: int) -> Progress:
+        """Return the position after one more round of ``worker``, up to which its stream has this checksum."""
+        behind, rounds, digests = [*self.samples], [*self.rounds], [*self.digests]
         behind[worker] += samples
         rounds[worker] += 1
-        return new_progress((tuple(behind), self.base, tuple(rounds), (worker + 1) % len(behind)))
+        digests[worker] = digest
+        turn = (worker + 1) % len(behind)
+        return new_progress((tuple(behind), self.base, tuple(rounds), turn, tuple(digests)))
 
     def from_here(self) -> Progress:
         """Return the same samples, behind which another way of dealing begins."""
-        return Progress(self.samples, self.samples, tuple(0 for _ in self.rounds), self.turn)
+        return self._replace(base=self.samples, rounds=tuple(0 for _ in self.rounds))
 
 
 new_progress: Callable[[tuple[object, ...]], Progress] = partial(tuple.__new__, Progress)
@@ -47,7 +51,7 @@ new_progress: Callable[[tuple[object, ...]], Progress] = partial(tuple.__new__, 
 def nothing(workers: int) -> Progress:
     """Return the beginning of an epoch that ``workers`` streams feed."""
     zeros = (0,) * max(1, workers)
-    return Progress(zeros, zeros, zeros)
+    return Progress(zeros, zeros, zeros, 0, zeros)
 
 
 def batches_behind(behind: Progress, rows: int | None) -> int:
@@ -280,6 +284,7 @@ def state_of(
         "base": list(behind.base),
         "rounds": list(behind.rounds),
         "turn": behind.turn,
+        "digests": None if -1 in behind.digests else list(behind.digests),
         **asdict(setup),
     }
     return state if draws is None else {**state, "draws": draws.plain()}
@@ -293,6 +298,7 @@ FIELDS: dict[str, tuple[type | str, ...]] = {
     "base": ("counts",),
     "rounds": ("counts",),
     "turn": (int,),
+    "digests": ("counts", type(None)),
     "kind": (str,),
     "world_size": (int,),
     "batch_size": (int, type(None)),
@@ -313,12 +319,14 @@ def read_state(state: StateDict, here: LoaderSetup) -> tuple[Position, int, Save
     Raises:
         CheckpointError: ``state`` is not one of ``state_of``, or of other data.
     """
-    # Earlier versions counted data ranks only.
+    # Earlier versions counted data ranks only, and had no checksums of streams.
     if isinstance(state, Mapping) and "world_size" in state:
-        state = {"processes": state["world_size"], **state}
+        state = {"processes": state["world_size"], "digests": None, **state}
     _check_fields(state)
     saved = LoaderSetup(**{name: state[name] for name in LoaderSetup.__dataclass_fields__})
-    behind = Progress(tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"]), state["turn"])
+    digests = [-1] * len(state["samples"]) if state["digests"] is None else state["digests"]
+    counts = (tuple(counts) for counts in (state["samples"], state["base"], state["rounds"]))
+    behind = Progress(*counts, state["turn"], tuple(digests))
     _check_consistent(behind, saved)
     _check_fits(behind, saved, here)
     # The same rounds of the same rows, whoever reads them: then a position inside of dealing holds as it is.
@@ -369,7 +377,7 @@ def _is_a(value: object, kind: type | str) -> bool:
 
 
 def _check_consistent(behind: Progress, saved: LoaderSetup) -> None:
-    lengths = {len(behind.samples), len(behind.base), len(behind.rounds)}
+    lengths = {len(behind.samples), len(behind.base), len(behind.rounds), len(behind.digests)}
     problem = None
     if saved.kind not in ("map", "stream"):
         problem = f"kind {saved.kind!r}"

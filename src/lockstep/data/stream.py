@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info, graph_settings
 
-from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, later, rounds
+from lockstep.data.batch_sharding import GlobalBatch, ShardPlan, grouped, rounds
+from lockstep.data.fingerprint import digest_of
 from lockstep.data.order import announce_epoch_to
 from lockstep.data.position import Progress
 from lockstep.data.readers import row_count
 from lockstep.data.rng import mixed_seed, seed_generators
+from lockstep.errors import CheckpointError
 from lockstep.runtime.step import BatchCounts
 
-# What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts.
-# A round of no samples only passes the turn to the next worker.
-WorkerMessage = tuple[int, int, "list[object] | None", "BatchCounts | None"]
+# What a stream yields: number of the worker, samples in the round, batches of its ranks (None: one has none), counts,
+# checksum of the stream behind it. A round of no samples only passes the turn to the next worker.
+WorkerMessage = tuple[int, int, "list[object] | None", "BatchCounts | None", int]
 
 
 class StreamStart:
@@ -25,7 +28,7 @@ class StreamStart:
 
     def __init__(self, workers: int) -> None:
         self.streams = max(1, workers)
-        self.numbers = torch.zeros(5 + 2 * self.streams, dtype=torch.int64)
+        self.numbers = torch.zeros(5 + 3 * self.streams, dtype=torch.int64)
         if workers:
             self.numbers.share_memory_()
 
@@ -33,14 +36,14 @@ class StreamStart:
         """Set them. ``pipe_seed`` is for data pipes; with ``seeds_workers``, torch's seeds of workers are replaced."""
         # Seeds are unsigned, and the shared tensor is int64.
         signed = [(number + 2**63) % 2**64 - 2**63 for number in (seed, pipe_seed)]
-        numbers = [*signed, epoch, int(seeds_workers), behind.turn, *behind.base, *behind.rounds]
-        self.numbers.copy_(torch.tensor(numbers))
+        numbers = [*signed, epoch, int(seeds_workers), behind.turn]
+        self.numbers.copy_(torch.tensor([*numbers, *behind.base, *behind.rounds, *behind.digests]))
 
     def take(self) -> tuple[int, int, bool, int, Progress]:
         """Return seed, epoch, whether workers are seeded, the seed of data pipes, and the progress."""
-        seed, pipe_seed, epoch, seeds_workers, turn, *counts = self.numbers.tolist()
-        base, done = counts[: self.streams], counts[self.streams :]
-        behind = Progress(tuple(base), tuple(base), tuple(done), turn)
+        seed, pipe_seed, epoch, seeds_workers, turn = self.numbers[:5].tolist()
+        base, done, digests = map(tuple, self.numbers[5:].view(3, -1).tolist())
+        behind = Progress(base, base, done, turn, digests)
         return seed, epoch, bool(seeds_workers), pipe_seed, behind
 
 
@@ -110,19 +113,42 @@ class ShardedStream(IterableDataset[object]):
     def _messages(self, number: int, behind: Progress, samples: Iterator[object]) -> Iterator[WorkerMessage]:
         # torch's loader begins with worker 0, so workers before the one whose turn it is pass it on.
         if number < behind.turn:
-            yield number, 0, None, None
-        for i, this in enumerate(self._rounds(behind.base[number], samples)):
+            yield number, 0, None, None, behind.digests[number]
+        digest, dealt = self._rounds(behind.base[number], samples)
+        left_out, saved = behind.rounds[number], behind.digests[number]
+        made = 0
+        for made, this in enumerate(dealt, 1):
+            if made == left_out + 1:
+                self._check(digest, saved)
+            real = zip(this.parts, this.counts.real, strict=True)
+            digest = digest_of(chain.from_iterable(part[:count] for part, count in real), digest)
             parts = [this.parts[rank] for rank in self._ranks]
-            batches, counts = self._collated(parts, this)
             # Made although it was handed out before: it may draw random numbers.
-            if i >= behind.rounds[number]:
-                yield number, this.counts.total, batches, counts
+            batches, counts = self._collated(parts, this)
+            if made > left_out:
+                yield number, this.counts.total, batches, counts, digest
+        if made <= left_out:
+            self._check(digest, saved)
 
-    def _rounds(self, behind: int, samples: Iterator[object]) -> Iterator[GlobalBatch[object]]:
+    def _check(self, digest: int, saved: int) -> None:
+        """Raise CheckpointError where reading up to the position has given other samples than the saved run had."""
+        if saved not in (-1, digest):
+            raise CheckpointError(
+                f"{type(self._dataset).__name__} does not give the samples up to the position again: it has random "
+                "numbers of its own, or its data changed. Give its shuffle a seed, or make its order a function of "
+                "set_epoch(epoch). Or start a new epoch with loader.set_epoch(loader.epoch + 1)."
+            )
+
+    def _rounds(self, behind: int, samples: Iterator[object]) -> tuple[int, Iterator[GlobalBatch[object]]]:
+        """Return the checksum of what is ``behind``, and the rounds after it."""
         size = self._sample_batch_size or 1
-        first, rest = later(samples, behind, self._plan.beginning * size)
+        first = list(islice(samples, self._plan.beginning * size))
+        digest = digest_of(first[:behind], 0)
+        for passed in grouped(islice(samples, max(0, behind - len(first))), 256, drop_last=False):
+            digest = digest_of(passed, digest)
         beginning = list(grouped(first, size, drop_last=False))
-        return rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
+        rest = chain(first[behind:], samples)
+        return digest, rounds(grouped(rest, size, self._drop_last), self._plan, beginning)
 
     def _collated(
         self, parts: Sequence[Sequence[object]], this: GlobalBatch[object]

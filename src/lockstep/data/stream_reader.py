@@ -115,10 +115,10 @@ class StreamReader:
         left_out = 0
         pending: tuple[Sequence[object], ReadRound] | None = None
         others_go_on = False
-        for (worker, samples, batches, counts), states in messages:
+        for (worker, samples, batches, counts, digest), states in messages:
             if not samples:
                 continue
-            behind = behind.after(worker, samples)
+            behind = behind.after(worker, samples, digest)
             # Some of these ranks have no batch in this round, which is the last one of this worker.
             if batches is None:
                 others_go_on = True

@@ -18,11 +18,14 @@ from lockstep.comm.tree import children
 from lockstep.config.parallel import Parallel
 from lockstep.config.values import plain, suggestion
 from lockstep.errors import ConfigError, UsageError
+from lockstep.observe.log import get_logger
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_internals import autograd
 from lockstep.torch_internals.modules import OWN_ATTRIBUTES, buffers_of
 from lockstep.torch_internals.tensors import has_storage, storage_key, storage_uses
 from lockstep.user_call import OF_ALL_RANKS, UserCall, call_on_one_rank
+
+logger = get_logger(__name__)
 
 ParameterPlaces = dict[int, list[tuple[int, int, str]]]
 """Storage -> (first element, behind the last one, name) of the parameters in it."""
@@ -123,12 +126,25 @@ def refuse_lookalike(item: object) -> None:
 
 
 def refuse_unknown_loader(item: object, ranks: int) -> None:
-    """Raise UsageError for an object that gives batches but is no ``DataLoader``: every rank would get all of them."""
+    """Raise UsageError for an object that gives batches but is no ``DataLoader``: every rank would get all of them.
+
+    On one rank, warn that its position is not saved.
+    """
     known = (type, str, bytes, nn.Module, Optimizer, DataLoader, torch.Tensor, Set)
     # What has rows by their numbers is a data set or a container.
     if not isinstance(item, known) and hasattr(item, "__iter__") and not hasattr(item, "__getitem__"):
+        name = f"{type(item).__module__}.{type(item).__name__}"
+        if ranks == 1:
+            logger.warning(
+                "prepare got a %s, which gives batches but is no torch.utils.data.DataLoader. So no position in it is "
+                "saved, and a resumed run begins its epoch again. Pass it to register_for_checkpointing() if it has "
+                "state_dict() and load_state_dict(). Otherwise put it into an IterableDataset and a "
+                "DataLoader(..., batch_size=None).",
+                name,
+            )
+            return
         raise UsageError(
-            f"prepare got a {type(item).__module__}.{type(item).__name__}, which gives batches but is no "
+            f"prepare got a {name}, which gives batches but is no "
             f"torch.utils.data.DataLoader. So it cannot be divided, and all {ranks} ranks would train on the same "
             "rows. Put it into an IterableDataset and a DataLoader(..., batch_size=None). Or leave it out of "
             "prepare() if it gives each rank other rows."

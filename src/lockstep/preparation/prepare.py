@@ -165,7 +165,7 @@ class Preparation:
             refuse_saves_of_parts(self._run.options.parallel)
             for item in objects:
                 refuse_lookalike(item)
-        for item in objects if self._run.meshes.data_size > 1 else ():
+        for item in objects:
             refuse_unknown_loader(item, self._run.meshes.data_size)
         objects = self._with_described(objects)
         prepared = list(objects)
