@@ -190,7 +190,7 @@ class OwnLoader:
 def with_unknown_loaders(parallel: str) -> list[str]:
     accelerator = Accelerator(cpu=True, parallel=parallel)
     found = []
-    for loader in (OwnLoader(), iter(OwnLoader()), (batch for batch in OwnLoader())):
+    for loader in (OwnLoader(), iter(OwnLoader()), (batch for batch in OwnLoader()), FileStream(["a", "b"])):
         try:
             found.append("" if accelerator.prepare(loader) is loader else "changed")
         except UsageError as error:
@@ -207,7 +207,7 @@ def test_a_loader_that_is_not_known_is_refused_where_it_must_be_divided(
 ) -> None:
     is_divided = (world_size, parallel) == (2, "ddp")
     for found in run_distributed(with_unknown_loaders, world_size, parallel):
-        assert [("would train on the same rows" in one) for one in found] == [is_divided] * 3, found
+        assert [("would train on the same rows" in one) for one in found] == [is_divided] * 4, found
 
 
 def test_on_one_rank_a_word_says_that_its_position_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:

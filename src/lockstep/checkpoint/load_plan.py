@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.checkpoint.checks import check_buffers, check_rng, check_scaler, check_scheduler, try_scheduler
 from lockstep.checkpoint.contents import AccumulationWindow, CheckpointContents, Stateful
-from lockstep.checkpoint.format.codec import Document, encode
+from lockstep.checkpoint.format.codec import Document, encode, tensor_names
 from lockstep.checkpoint.global_state import GlobalNames
 from lockstep.checkpoint.optimizer_state import OptimizerPlaces
 from lockstep.checkpoint.reader import Checkpoint, ReadItem, create_read_items, create_read_items_as
@@ -120,7 +120,9 @@ def create_load_plan(
         plan.waiting.append(decoded(checkpoint, _section(checkpoint, own, f"loader.{number}")))
     for name, item in contents.stateful("object"):
         document = _section(checkpoint, own, name)
-        plan.objects.append((item, decoded(checkpoint, document, _sharded_in(item, name, world_size))))
+        plan.objects.append(
+            (item, decoded(checkpoint, document, _sharded_in(item, name, document, world_size)))
+        )
     for name, item in contents.stateful("window"):
         plan.window = _plan_window(checkpoint, item, name, sources, set(contents.whole))
     # With other ranks no state is this rank's: generators stay as they are, and buffers are the first rank's.
@@ -254,9 +256,10 @@ def _ties(places: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     return {name: tied for tied in names.values() for name in tied}
 
 
-def _sharded_in(item: Stateful, name: str, world_size: int) -> dict[str, torch.Tensor]:
+def _sharded_in(item: Stateful, name: str, document: Document, world_size: int) -> dict[str, torch.Tensor]:
     """Return the DTensors that an object holds now, by the names under which they are saved."""
-    if world_size == 1:
+    # Not asked without need: a state that is asked for is the next iteration of torchdata's nodes.Loader.
+    if world_size == 1 or not tensor_names(document):
         return {}
     tensors: dict[str, torch.Tensor] = {}
     encode(item.state_dict(), tensors, name)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.comm.tree import children
 from lockstep.config.parallel import Parallel
@@ -131,8 +131,9 @@ def refuse_unknown_loader(item: object, ranks: int) -> None:
     On one rank, warn that its position is not saved.
     """
     known = (type, str, bytes, nn.Module, Optimizer, DataLoader, torch.Tensor, Set)
-    # What has rows by their numbers is a data set or a container.
-    if not isinstance(item, known) and hasattr(item, "__iter__") and not hasattr(item, "__getitem__"):
+    # What has rows by their numbers is a data set or a container. webdataset's WebLoader is an IterableDataset.
+    has_rows = hasattr(item, "__getitem__") and not isinstance(item, IterableDataset)
+    if not isinstance(item, known) and hasattr(item, "__iter__") and not has_rows:
         name = f"{type(item).__module__}.{type(item).__name__}"
         if ranks == 1:
             logger.warning(
