@@ -180,6 +180,7 @@ def test_a_conversion_leaves_integers_and_eight_bits(tmp_path: Path) -> None:
         "count": torch.tensor(7),
         "mask": torch.tensor([True, False]),
         "small": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "scale": torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu),
         "double": torch.tensor([1 / 3, math.inf, math.nan, -0.0], dtype=torch.float64),
         "empty": torch.empty(0, 3),
     }
@@ -194,11 +195,19 @@ def test_a_conversion_leaves_integers_and_eight_bits(tmp_path: Path) -> None:
         "count": torch.int64,
         "mask": torch.bool,
         "small": torch.float8_e4m3fn,
+        "scale": torch.float8_e8m0fnu,
         "double": torch.float32,
         "empty": torch.float32,
     }
     torch.testing.assert_close(found["double"], tensors["double"].float(), rtol=0, atol=0, equal_nan=True)
     assert found["empty"].shape == (0, 3)
+    assert found["scale"].float().tolist() == [1.0, 2.0]
+
+
+def test_values_that_are_smaller_than_a_byte_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    save_file({"packed": torch.ones(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path)
+    expect_refusal(CheckpointError, "packed has the dtype F4", open_weights, str(path))
 
 
 def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:

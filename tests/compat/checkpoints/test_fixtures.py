@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.checkpoint.format import decode, encode
+from lockstep.checkpoint.weights import open_weights
 from lockstep.compat.checkpoints import ImportedState, describe_state, read_foreign, write_imported
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime import rng_state, set_rng_state
+from tests.checkpoint_formats import CONVERTED, FIXTURES, FORMATS, converted, source
+from tests.refusals import expect_refusal
 
-HERE = Path(__file__).parent / "fixtures"
-CASES = sorted(path.name for path in HERE.iterdir() if (path / "expected.json").exists())
-WEIGHTS_ONLY = ["legacy", "sharded", "weights"]
-
-
-def source(case: str) -> Path:
-    folder = HERE / case / "checkpoint"
-    return folder if folder.exists() else next(p for p in (HERE / case).iterdir() if "expected" not in p.name)
+RECORDED = sorted(path.name for path in FIXTURES.iterdir() if (path / "expected.json").exists())
+CASES = [case for case in RECORDED if case not in (*CONVERTED, "autotp")]
+WEIGHTS_ONLY = ["legacy", "megatron", "sharded", "weights"]
+WITHOUT_OPTIMIZER = [*WEIGHTS_ONLY, "universal-autotp"]
 
 
 @functools.cache
 def read(case: str) -> tuple[ImportedState, dict[str, Tensor], dict[str, Any]]:
-    expected = json.loads((HERE / case / "expected.json").read_text())
-    return read_foreign(source(case)), load_file(HERE / case / "expected.safetensors"), expected
+    expected = json.loads((FIXTURES / case / "expected.json").read_text())
+    return read_foreign(source(case)), load_file(FIXTURES / case / "expected.safetensors"), expected
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -47,8 +47,8 @@ def named_states(optimizer: dict[str, Any], names: list[str] | None) -> dict[str
     return {key if isinstance(key, str) else names[key]: value for key, value in optimizer["state"].items()}
 
 
-def test_there_is_a_fixture_for_each_kind_of_checkpoint() -> None:
-    assert len(CASES) == 14
+def test_each_recorded_checkpoint_is_in_the_table_of_the_docs() -> None:
+    assert sorted(FORMATS) == RECORDED
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +62,7 @@ def test_the_weights_are_those_of_the_live_model(case: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in WEIGHTS_ONLY])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT_OPTIMIZER])
 def test_the_optimizer_is_that_of_the_live_one(case: str) -> None:
     state, tensors, expected = read(case)
     wanted = {
@@ -82,7 +82,7 @@ def test_the_optimizer_is_that_of_the_live_one(case: str) -> None:
     assert [name for name, tensor in wanted.items() if not same(torch.as_tensor(found[name]), tensor)] == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in WEIGHTS_ONLY])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT_OPTIMIZER])
 def test_the_groups_are_those_of_the_live_optimizer(case: str) -> None:
     state, _, expected = read(case)
     groups = json.loads(json.dumps(state.optimizers[0]["param_groups"]))
@@ -186,3 +186,38 @@ def test_whole_tensors_are_mapped_not_copied() -> None:
     tied = state.models[0]["down.weight"], state.models[0]["again.weight"]
     assert tied[0].data_ptr() == tied[1].data_ptr()
     assert state.models[0]["half"].stride() == (1, 4)
+
+
+@pytest.mark.parametrize("case", ["dcp-safetensors", "dcp-safetensors-joined"])
+def test_dcps_safetensors_are_converted_to_whole_weights(case: str, tmp_path: Path) -> None:
+    written = load_file(converted(case, tmp_path))
+    expected = load_file(FIXTURES / case / "expected.safetensors")
+    assert {f"model/{name}" for name in written} == expected.keys()
+    assert all(same(tensor, expected[f"model/{name}"]) for name, tensor in written.items())
+
+
+def test_dcps_safetensors_that_all_ranks_wrote_to_one_file_are_refused(tmp_path: Path) -> None:
+    expect_refusal(CheckpointError, "save_distributed=True", converted, "dcp-safetensors-default", tmp_path)
+
+
+def test_it_does_not_matter_which_rank_wrote_last(tmp_path: Path) -> None:
+    """The other rank has no buffers, as these are saved once: its file lacks what the index names."""
+    folder = shutil.copytree(source("dcp-safetensors-default"), tmp_path / "in")
+    shard = source("dcp-safetensors") / "shard-00002-model-00001-of-00001.safetensors"
+    shutil.copy(shard, folder / "model-00001-of-00001.safetensors")
+    expect_refusal(CheckpointError, "save_distributed=True", open_weights, str(folder))
+
+
+def test_shards_of_dcps_safetensors_must_all_be_there(tmp_path: Path) -> None:
+    for file in source("dcp-safetensors").iterdir():
+        if file.name.startswith("shard-00002"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    expect_refusal(CheckpointError, "pieces of up.bias", open_weights, str(tmp_path))
+
+
+def test_dcps_safetensors_are_no_pickles() -> None:
+    expect_refusal(CheckpointError, "checkpoint convert", read_foreign, source("dcp-safetensors"))
+
+
+def test_a_model_that_deepspeed_divided_is_refused_until_it_is_joined() -> None:
+    expect_refusal(CheckpointError, "ds_to_universal.py", read_foreign, source("autotp"))

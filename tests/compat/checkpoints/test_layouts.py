@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from lockstep.compat.checkpoints import read_foreign
+from lockstep.compat.checkpoints import read_foreign, write_imported
 from lockstep.errors import CheckpointError
 from tests.refusals import expect_refusal
 
@@ -129,6 +130,15 @@ def test_an_object_of_a_library_is_refused_by_its_place(tmp_path: Path) -> None:
     saved(tmp_path / "custom_checkpoint_0.pkl", {"data": [TensorDataset(torch.ones(1))]})
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl\['data'\]\[0\].*TensorDataset"):
         read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_eight_bits_are_imported_as_they_are(name: str, tmp_path: Path) -> None:
+    expected = torch.tensor([1.0, 2.0, 0.5]).to(getattr(torch, name))
+    state = read_foreign(saved(tmp_path / "x.pt", {"scale": expected}))
+    write_imported(state, str(tmp_path / "out"))
+    found = load_file(tmp_path / "out" / "model.safetensors")["scale"]
+    assert found.dtype is expected.dtype and found.float().tolist() == [1.0, 2.0, 0.5]
 
 
 def test_lazy_conjugates_and_negatives_keep_their_signs(tmp_path: Path) -> None:

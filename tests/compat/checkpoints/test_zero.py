@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import types
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from lockstep.compat.checkpoints import (
     spans_of_stage_3,
 )
 from lockstep.errors import CheckpointError
+from tests.checkpoint_formats import source
 from tests.marks import examples
 from tests.refusals import expect_refusal
 
@@ -250,8 +252,22 @@ def test_a_flat_optimizer_without_names_is_refused(tmp_path: Path) -> None:
     expect_refusal(CheckpointError, "no names", read_foreign, tmp_path)
 
 
-def test_the_universal_form_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "step7")
-    (tmp_path / "step7" / "zero" / "p0").mkdir(parents=True)
-    (tmp_path / "step7" / "zero" / "p0" / "fp32.pt").write_bytes(b"")
-    expect_refusal(CheckpointError, "universal form", read_foreign, tmp_path)
+def test_a_universal_form_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(source("universal-zero3"), tmp_path / "step7")
+    (tmp_path / "latest_universal").write_text("step7")
+    assert read_foreign(tmp_path).layout == "DeepSpeed's universal form"
+    zero = tmp_path / "step7" / "zero"
+    torch.save(torch.ones(2), zero / "up.weight" / "exp_avg.pt")
+    expect_refusal(CheckpointError, "optimizer_state.pt", read_foreign, tmp_path)
+    shutil.rmtree(zero / "up.weight")
+    expect_refusal(CheckpointError, "fp32", read_foreign, tmp_path)
+    (zero / "optimizer_state.pt").unlink()
+    expect_refusal(CheckpointError, "optimizer_state.pt", read_foreign, tmp_path)
+
+
+def test_a_divided_parameter_that_was_not_trained_is_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shutil.copytree(source("universal-autotp"), tmp_path / "step")
+    for moment in ("exp_avg", "exp_avg_sq", "step"):
+        (tmp_path / "step" / "zero" / name / f"{moment}.pt").unlink()
+    expect_refusal(CheckpointError, name, read_foreign, tmp_path / "step")

@@ -16,8 +16,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.format.documents import LARGEST_JSON_BYTES, MANIFEST, Chunk, check_name, parse_json
-from lockstep.checkpoint.format.tensors import DTYPES, ChunkMetadata, Index, TensorEntry, check_key
+from lockstep.checkpoint.format.documents import (
+    LARGEST_JSON_BYTES,
+    MANIFEST,
+    Chunk,
+    check_name,
+    checked,
+    parse_json,
+)
+from lockstep.checkpoint.format.tensors import (
+    ChunkMetadata,
+    Index,
+    TensorEntry,
+    check_chunks,
+    check_key,
+)
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.store.local import LocalStore, sync
 from lockstep.checkpoint.store.verify import verify_checkpoint
@@ -33,9 +46,12 @@ from lockstep.checkpoint.weights.streams import ChunkedTensors, check_room, writ
 from lockstep.config.files import check_plain_file, check_shard, read_plain_file
 from lockstep.config.values import join_names
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.model.dtypes import DTYPES
 
 LARGEST_CONFIGURATION_BYTES = 64 << 20
 MOST_SHOWN = 20
+# Chunks of one rank, as torch's HuggingFaceStorageWriter writes them.
+_SHARD_OF_RANK = r"shard-(\d+)-model-\d+-of-\d+\.safetensors"
 ByteProgress = Callable[[int], object]
 """Is told of bytes that were read or written."""
 
@@ -150,7 +166,14 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
-    if WEIGHTS not in files and (INDEX in indices or len(indices) == 1):
+    shards = [name for name in files if re.fullmatch(_SHARD_OF_RANK, name)]
+    notes = [
+        f"The weights are joined from {len(shards)} files. Their writer does not record how many ranks there were, "
+        "so see to it that no file is missing."
+    ]
+    if shards:
+        index = _of_shards(folder, shards)
+    elif WEIGHTS not in files and (INDEX in indices or len(indices) == 1):
         index = _of_index(folder, INDEX if INDEX in indices else indices[0])
     elif WEIGHTS in files or len(files) == 1:
         index = _of_files(f"{folder}/{WEIGHTS if WEIGHTS in files else files[0]}")
@@ -159,7 +182,7 @@ def _of_folder(folder: str, dtype: torch.dtype | None) -> Weights:
             f"{folder} has neither {MANIFEST} nor {WEIGHTS} nor {INDEX}, but "
             f"{', '.join(names[:5]) or 'nothing'}. Name a checkpoint, a folder of weights or a safetensors file."
         )
-    return Weights(ChunkedTensors(folder, index, dtype), _documents(folder, dtype))
+    return Weights(ChunkedTensors(folder, index, dtype), _documents(folder, dtype), notes if shards else [])
 
 
 def _of_index(folder: str, name: str) -> Index:
@@ -182,13 +205,59 @@ def _of_index(folder: str, name: str) -> Index:
         there = _of_files(f"{folder}/{file}", file)
         named = {tensor for tensor, other in places.items() if other == file}
         if named != there.keys():
+            _refuse_overwritten(folder, [file])
             lacks = join_names(sorted(named - there.keys()), none="nothing")
             has = join_names(sorted(there.keys() - named), none="nothing")
             raise CheckpointError(
                 f"{folder}/{file} does not match {name}: it lacks {lacks}, and has {has} in addition. Copy both again."
             )
         found.update(there)
+    about = document.get("metadata") if isinstance(document, dict) else None
+    total = about.get("total_size") if isinstance(about, dict) else None
+    # Other writers count otherwise.
+    if isinstance(total, int) and total > sum(entry.nbytes for entry in found.values()):
+        _refuse_overwritten(folder, set(places.values()))
     return found
+
+
+def _refuse_overwritten(folder: str, files: Iterable[str]) -> None:
+    """Raise CheckpointError for files of torch's distributed checkpoint, which several ranks wrote to one name."""
+    if any(_saved_offsets(f"{folder}/{file}") for file in files):
+        raise CheckpointError(
+            f"{folder} has one rank's part of each weight: HuggingFaceStorageWriter let all ranks write the same "
+            "file. Save again with save_distributed=True, and convert that."
+        )
+
+
+def _of_shards(folder: str, files: list[str]) -> Index:
+    """Return the tensors whose chunks ranks wrote to files of their own. Raises CheckpointError if one is missing."""
+    found: Index = {}
+    for path in (f"{folder}/{file}" for file in files):
+        offsets = _saved_offsets(path)
+        for key, entry in _of_files(path).items():
+            placed = {**entry.pieces[0].model_dump(), "offsets": offsets.get(key)}
+            chunk = checked(ChunkMetadata, placed, path)
+            before = found.setdefault(key, TensorEntry(dtype=entry.dtype, shape=chunk.shape, pieces=[]))
+            if entry.dtype != before.dtype:
+                raise CheckpointError(
+                    f"{path} has {key} as {entry.dtype}, not {before.dtype}. Copy it again."
+                )
+            ends = zip(before.shape, chunk.offsets, chunk.shape, strict=False)
+            shape = tuple(max(old, offset + size) for old, offset, size in ends)
+            found[key] = TensorEntry(dtype=before.dtype, shape=shape, pieces=[*before.pieces, chunk])
+    for key, entry in found.items():
+        check_chunks(key, entry, folder)
+    return found
+
+
+def _saved_offsets(path: str) -> dict[str, object]:
+    """Return where the tensors of a file begin in whole ones, if torch's distributed checkpoint wrote it."""
+    check_plain_file(path)
+    with safe_open(path, framework="pt") as opened:
+        said = (opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}")
+    about = parse_json(said.encode(), path)
+    named = about.items() if isinstance(about, dict) else ()
+    return {name: entry.get("saved_offsets") for name, entry in named if isinstance(entry, dict)}
 
 
 def _of_files(path: str, file: str | None = None) -> Index:
@@ -204,8 +273,8 @@ def _of_files(path: str, file: str | None = None) -> Index:
                 dtype, shape = str(stored.get_dtype()), tuple(stored.get_shape())
                 if dtype not in DTYPES:
                     raise CheckpointError(
-                        f"{path}: {key} has the dtype {dtype}, which this version of torch does not know. Use "
-                        "the file without converting it."
+                        f"{path}: {key} has the dtype {dtype}, whose values are smaller than a byte, which "
+                        "cannot be converted. Use the file as it is."
                     )
                 own = ChunkMetadata(
                     file=file or os.path.basename(path), key=key, offsets=(0,) * len(shape), shape=shape

@@ -45,21 +45,24 @@ class DcpEntry:
     chunks: list[DcpChunk]
 
 
-def read_dcp(reader: ForeignReader, folder: str) -> dict[str, object]:
+def read_dcp(reader: ForeignReader, folder: str, tensors_only: bool = False) -> dict[str, object]:
     """Return the nested dict that was saved in ``folder`` (``""``: the source itself), with whole tensors.
+
+    ``tensors_only``: objects are neither read nor returned.
 
     Raises:
         CheckpointError: a file is missing, points out of the folder, or does not hold what the metadata says.
     """
     prefix = f"{folder}/" if folder else ""
     name = prefix + METADATA
-    entries = _entries(reader, name, prefix)
+    described = _entries(reader, name, prefix).items()
+    entries = {key: entry for key, entry in described if not tensors_only or entry.shape is not None}
     file_parts = [chunk.file_part for entry in entries.values() for chunk in entry.chunks]
     values = iter(reader.read_parts(file_parts))
     nested = _NestedContainer()
     for key, entry in entries.items():
         parts = [next(values) for _ in entry.chunks]
-        value = parts[0] if entry.shape is None else _assemble(reader, name, key, entry, parts)
+        value = parts[0] if entry.shape is None else assemble_chunks(reader, name, key, entry, parts)
         if not _set_nested(nested, entry.path, value):
             raise reader.broken(name, f"{key!r} is not in the dict that was saved")
     try:
@@ -143,7 +146,9 @@ def _entry(key: Any, about: Any, file_parts: dict[Any, FilePart], paths: dict[st
     return DcpEntry(path, _sizes(about.get("size")), dtype, chunks)
 
 
-def _assemble(reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]) -> torch.Tensor:
+def assemble_chunks(
+    reader: ForeignReader, name: str, key: str, entry: DcpEntry, parts: list[Any]
+) -> torch.Tensor:
     """Return the tensor, put together from its chunks, which must cover it exactly once."""
     assert entry.shape is not None
     assert entry.dtype is not None

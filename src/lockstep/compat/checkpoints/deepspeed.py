@@ -63,8 +63,10 @@ def tag_folder(reader: ForeignReader, folder: str = "") -> str | None:
     """Return the folder of the tag that ``latest`` names, or ``folder`` itself; None if neither is DeepSpeed's."""
     if is_deepspeed(reader.source.below(folder)):
         return folder
-    latest = f"{folder}/latest" if folder else "latest"
-    if latest not in reader.source:
+    # ds_to_universal.py writes a file of its own, beside the one of the run.
+    names = [f"{folder}/{name}".removeprefix("/") for name in ("latest", "latest_universal")]
+    latest = next((name for name in names if name in reader.source), None)
+    if latest is None:
         return None
     tag = reader.source.text(latest, 4096).strip()
     if not re.fullmatch(r"[\w.\-]+", tag) or tag in (".", ".."):
@@ -92,7 +94,9 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
         raise reader.broken(models[0], "it has no 'module'")
     state = ImportedState("DeepSpeed", world_size=len(optims) or first.get("dp_world_size"))
     state.step = first.get("global_steps")
-    if optims:
+    if universal := _universal_files(reader, folder):
+        _read_universal(reader, loaded, models[0], universal, state)
+    elif optims:
         _read_zero(reader, loaded, models[0], optims, state)
     else:
         _read_plain(reader, first, models[0], state)
@@ -103,20 +107,16 @@ def read_deepspeed(reader: ForeignReader, folder: str) -> ImportedState:
 def _files(reader: ForeignReader, folder: str) -> tuple[list[str], list[str]]:
     """Return the files with models and with optimizers, by rank."""
     prefix = f"{re.escape(folder)}/" if folder else ""
-    if reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt"):
-        raise CheckpointError(
-            f"{reader.path(folder)} is of DeepSpeed's universal form, which cannot be imported. Import the checkpoint "
-            "that ds_to_universal.py was given."
-        )
     found = [reader.source.matching(prefix + pattern) for pattern in (_MODEL, _OPTIMIZER)]
     cut = [n for n in reader.source.below(folder) if re.match(r"(layer_|expert_|expp_rank_)", n)]
-    cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
+    if not _universal_files(reader, folder):
+        cut += [name for files in found for (_, tensor_rank), name in files.items() if int(tensor_rank)]
     if cut:
         raise CheckpointError(
             f"{reader.path(folder)} has {cut[0]}: DeepSpeed divided this model over tensor, pipeline or expert "
-            "ranks, and such checkpoints cannot be imported. Join it with DeepSpeed first (ds_to_universal.py, "
-            "or save_16bit_model)."
+            "ranks. Run deepspeed/checkpoint/ds_to_universal.py on it, and import what that writes."
         )
+    found = [{ranks: name for ranks, name in files.items() if not int(ranks[1])} for files in found]
     by_rank = [{int(rank or 0): name for (rank, _), name in files.items()} for files in found]
     for kind, files in zip(("model", "optimizer"), by_rank, strict=True):
         if sorted(files) != list(range(len(files))):
@@ -235,7 +235,7 @@ def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, obje
         raise ValueError(
             f"there are {len(numbers)} vectors in the optimizer, {len(partitions.vectors[0])} of weights"
         )
-    found = {}
+    found: dict[str, dict[str, object]] = {}
     for span in partitions.spans:
         by_rank = [state.get(numbers[span.group], {}) for state in states]
         # A vector of the weights may lack the padding at its end that the moments have.
@@ -248,12 +248,17 @@ def _moments(partitions: Partitions, saved: dict[str, object]) -> dict[str, obje
             )
         if own:
             found[span.name] = own
-    named = [
+    return {"state": found, "param_groups": _named_groups(groups, partitions.spans)}
+
+
+def _named_groups(groups: list[StateDict], spans: list[ZeroSpan]) -> list[StateDict]:
+    """Return groups with the names of parameters for the numbers of their vectors."""
+    numbers = [number for group in groups for number in group["params"]]
+    return [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": [span.name for span in partitions.spans if numbers[span.group] in group["params"]]}
+        | {"params": [span.name for span in spans if numbers[span.group] in group["params"]]}
         for group in groups
     ]
-    return {"state": found, "param_groups": named}
 
 
 def _groups_and_states(
@@ -286,6 +291,74 @@ def _scaler(reader: ForeignReader, file: str, saved: object) -> dict[str, object
         }
     except (TypeError, ValueError, ZeroDivisionError):
         raise reader.broken(file, "its loss scale is incomplete") from None
+
+
+# ---------------------------------------------------------------------------------------------- universal
+
+
+def _universal_files(reader: ForeignReader, folder: str) -> dict[tuple[str, ...], str]:
+    """Return the files of the universal form by parameter and kind: ``zero/up.weight/exp_avg.pt``."""
+    prefix = f"{re.escape(folder)}/" if folder else ""
+    return reader.source.matching(rf"{prefix}zero/([^/]+)/(\w+)\.pt")
+
+
+def _read_universal(
+    reader: ForeignReader,
+    models: list[StateDict],
+    name: str,
+    files: dict[tuple[str, ...], str],
+    state: ImportedState,
+) -> None:
+    """Read what ``ds_to_universal.py`` wrote (0.19.8): whole tensors, which stage 3 leaves flat."""
+    rest = next(iter(files.values())).rsplit("/", 2)[0] + "/optimizer_state.pt"
+    saved, *values = reader.read_all([rest, *files.values()])
+    try:
+        spans = spans_of_stage_1_and_2(models[0]["param_shapes"])
+        shapes = {span.name: span.shape for span in spans}
+        moments: dict[str, StateDict] = {parameter: {} for parameter in shapes}
+        for (parameter, kind), value in zip(files, values, strict=True):
+            # Files of parameters that were not trained, and of buffers, have less than the model's file.
+            if parameter in shapes:
+                tensor = value["param"] if isinstance(value, dict) else value
+                moments[parameter][kind] = (
+                    tensor.view(shapes[parameter]) if tensor is value and kind != "step" else tensor
+                )
+        trained = {parameter: kinds.pop("fp32") for parameter, kinds in moments.items()}
+        # Those of which there are moments, or of which the model's file has the whole.
+        whole = {*(key for key, kinds in moments.items() if kinds), *models[0]["buffer_names"]}
+        untrained = models[0]["module"].keys() - whole - set(models[0].get("shared_params") or ())
+        partitions = Partitions(
+            3 if "fp32_flat_groups" in saved else 1, [], [], spans,
+            lambda span, by_rank: join_stage_3(span, by_rank, reader.scratch) if by_rank else trained[span.name],
+        )  # fmt: skip
+        weights = _weights(models, partitions)
+        # Stage 3 has the step beside the vectors of its first rank.
+        inner = saved.get("optimizer_state_dict", saved)
+        numbers = [number for group in inner["param_groups"] for number in group["params"]]
+        for span in spans:
+            own = inner.get("state", {}).get(numbers[span.group], {})
+            moments[span.name].update({"step": own["step"]} if "step" in own else {})
+        optimizer_state: StateDict = {
+            "state": {parameter: kinds for parameter, kinds in moments.items() if kinds},
+            "param_groups": _named_groups(inner["param_groups"], spans),
+        }
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise reader.broken(
+            rest, f"it does not fit the rest ({type(error).__name__}: {str(error)[:160]})"
+        ) from None
+    if untrained and re.sub(r"mp_rank_\d+", "mp_rank_01", name) in reader.source:
+        raise CheckpointError(
+            f"{reader.path(name)} has one tensor rank's part of {min(untrained)}, which was not trained, and "
+            "ds_to_universal.py joins trained parameters only. Import what save_16bit_model writes."
+        )
+    require_plain(optimizer_state, rest)
+    state.optimizers.append(optimizer_state)
+    state.layout = "DeepSpeed's universal form"
+    state.models.append(weights)
+    state.scaler = _scaler(reader, rest, saved.get("loss_scaler"))
+    state.notes.append(
+        f"{name} and {len(files)} files of the universal form: fp32 weights, and the optimizer's state"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the rest

@@ -180,8 +180,11 @@ def _parameter(tensor: object, *_: object) -> torch.Tensor:
     return tensor
 
 
-def _tensor_of_type(function: Any, kind: Any, arguments: Any, _: object) -> Any:
-    """Rebuild a tensor of another type; its attributes are left out."""
+def _tensor_of_type(function: Any, kind: Any, arguments: Any, attributes: Any) -> Any:
+    """Rebuild a tensor of another type without its attributes; of a DTensor keep what its state says."""
+    if (function, kind) == (_WRAPPED, _DTENSOR):
+        attributes = attributes[1] if isinstance(attributes, tuple) else attributes
+        return StoredObject(".".join(_DTENSOR), {**attributes, "shape": counts(arguments[2])})
     if function not in _REBUILDERS or kind not in _TENSOR_TYPES:
         raise UnreadableError(f"its pickle rebuilds {kind} by {function}")
     return _REBUILDERS[function](*arguments)
@@ -287,6 +290,8 @@ def _names(modules: str, names: str, make: Maker | None) -> dict[Name, Maker | N
     return {Name(module, name): make for module in modules.split() for name in names.split()}
 
 
+_WRAPPED = Name("torch._utils", "_rebuild_wrapper_subclass")
+_DTENSOR = Name("torch.distributed.tensor", "DTensor")
 _REBUILDERS: dict[Any, Any] = {
     **_names("torch._utils", "_rebuild_tensor _rebuild_tensor_v2", _tensor_v2),
     **_names("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
@@ -303,7 +308,14 @@ _RECORDS: dict[Any, Any] = {
         "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
         "ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta",
         "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        # Megatron keeps the plans of all ranks in the metadata.
+        "torch.distributed.checkpoint.planner": "SavePlan WriteItem TensorWriteData BytesIOWriteData",
+        "torch.distributed.tensor._dtensor_spec": "DTensorSpec",
+        "torch.distributed.device_mesh": "DeviceMesh",
+        "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+        "torch.distributed.tensor.placement_types": "Shard Replicate Partial _StridedShard",
         "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+        "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
         "deepspeed.utils.tensor_fragment": "fragment_address",
         "accelerate.data_loader": "SeedableRandomSampler IterableDatasetShard",
         "torch.utils.data.dataset": "TensorDataset",
@@ -317,6 +329,8 @@ _MAKERS: dict[Any, Maker | None] = {
     **_REBUILDERS,
     **_TENSOR_TYPES,
     **_RECORDS,
+    **dict.fromkeys((_WRAPPED, _DTENSOR)),
+    **_names("torch.distributed.tensor._dtensor_spec", "TensorMeta ShardOrderEntry", lambda *fields: fields),
     **_names("torch._tensor", "_rebuild_from_type_v2", _tensor_of_type),
     **_names("torch._C", "Generator", lambda device: StoredObject("torch.Generator", None)),
     **_names("torch", "Size", lambda sizes: counts(tuple(sizes))),
@@ -343,5 +357,6 @@ _MAKERS: dict[Any, Maker | None] = {
     **_names("numpy", "dtype", _dtype),
     # Members of enumerations become their values.
     **_names("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", _plain),
+    **_names("torch.distributed.checkpoint.planner", "WriteItemType", _plain),
     **_names("deepspeed.runtime.zero.config", "ZeroStageEnum", _plain),
 }
