@@ -11,20 +11,20 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 # Packages -> (statements at most, the aim). A change that makes a group smaller lowers its first number.
 GROUPS: dict[tuple[str, ...], tuple[int, int]] = {
-    ("parallel",): (8_620, 7_600),
+    ("parallel",): (8_640, 7_600),
     ("verify", "script", "testing"): (4_430, 3_600),
-    ("offload",): (4_420, 3_900),
-    ("checkpoint",): (4_360, 3_800),
-    ("observe", "history", "report"): (5_120, 4_700),
-    ("launch", "control"): (4_110, 3_700),
+    ("offload",): (4_415, 3_900),
+    ("checkpoint",): (4_400, 3_800),
+    ("observe", "history", "report"): (5_155, 4_700),
+    ("launch", "control"): (3_905, 3_700),
     ("compat", "utils", "cli", "."): (6_000, 5_300),
     ("config", "preparation", "train", "runtime", "comm", "data", "model", "torch_internals"): (
-        11_150,
+        11_315,
         10_200,
     ),
     ("plan", "tune", "replay", "shared_memory"): (3_800, 3_700),
 }
-ALL, FILES = (51_980, 46_500), (624, 460)
+ALL, FILES = (52_040, 46_500), (624, 460)
 
 
 def statements(path: Path) -> int:
