@@ -325,8 +325,8 @@ def read_state(state: StateDict, here: LoaderSetup) -> tuple[Position, int, Save
     _check_fields(state)
     saved = LoaderSetup(**{name: state[name] for name in LoaderSetup.__dataclass_fields__})
     digests = [-1] * len(state["samples"]) if state["digests"] is None else state["digests"]
-    counts = (tuple(counts) for counts in (state["samples"], state["base"], state["rounds"]))
-    behind = Progress(*counts, state["turn"], tuple(digests))
+    samples, base, rounds = tuple(state["samples"]), tuple(state["base"]), tuple(state["rounds"])
+    behind = Progress(samples, base, rounds, state["turn"], tuple(digests))
     _check_consistent(behind, saved)
     _check_fits(behind, saved, here)
     # The same rounds of the same rows, whoever reads them: then a position inside of dealing holds as it is.
