@@ -193,7 +193,7 @@ def _(folder: Path, workers: int) -> Any:
     from torch.utils.data.distributed import DistributedSampler
 
     rank, world = place()
-    sampler = DistributedSampler(table(), world, rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(table(), world, rank)
     return Registered(tn.Loader(tn.Batcher(tn.SamplerWrapper(sampler), BATCH)))
 
 

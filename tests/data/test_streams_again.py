@@ -144,7 +144,7 @@ def test_a_state_without_checksums_is_continued_and_then_has_them() -> None:
 def test_a_shuffle_buffer_of_datasets_needs_a_seed() -> None:
     def made(seed: int | None) -> PreparedLoader:
         table = datasets.Dataset.from_dict({"i": list(range(ROWS))})
-        return prepare(DataLoader(table.to_iterable_dataset(4).shuffle(seed, buffer_size=8), batch_size=2))  # type: ignore[arg-type]
+        return prepare(DataLoader(table.to_iterable_dataset(4).shuffle(seed, buffer_size=8), batch_size=2))
 
     first = made(None)
     next(iter(first))
