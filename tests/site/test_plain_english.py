@@ -21,7 +21,7 @@ FOR_WHOM = re.compile(
     r"(This (page|tutorial|notebook) is|These pages are|^)\s*for (people|you)\b", re.IGNORECASE
 )
 WITH_WHAT = re.compile(r"^(In \d+ minutes you|At the end you|You) (will|keep)\b")
-NOT_GUIDES = {"architecture.md", "concepts/glossary.md", "comparison.md"}
+NOT_GUIDES = {"architecture.md", "changelog.md", "concepts/glossary.md", "comparison.md"}
 LABELS = {"healthy_run.md", "release-checklist.md"}
 """Pages whose italics quote what a screen shows."""
 

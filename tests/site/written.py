@@ -21,6 +21,7 @@ def pages() -> dict[str, str]:
         **names.pages(),
         **examples.pages(),
         "mkdocs.yml": with_navigation((ROOT / "mkdocs.yml").read_text(encoding="utf-8")),
+        "docs/changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
         "docs/reference/commands.md": commands.page(),
         "docs/reference/configuration.md": settings_table.BLOCK.sub(
             lambda _: settings_table.table(), configuration
