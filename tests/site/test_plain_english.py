@@ -12,7 +12,9 @@ from tests.site.plain_english import VAGUE, defined, introduction, riddles, sent
 
 TEXTS = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
 TEXTS["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted(name for name in TEXTS if name not in ("README.md", "changelog.md") and not name.startswith("zh/"))
+PAGES = sorted(
+    name for name in TEXTS if name not in ("README.md", "changelog.md") and not name.startswith("zh/")
+)
 """Those in English; test_translations.py compares the others with them."""
 GLOSSARY = TEXTS["concepts/glossary.md"]
 MOST_WORDS = 35
