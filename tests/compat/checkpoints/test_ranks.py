@@ -75,7 +75,7 @@ def placed(_: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "state"), [(1, flat), (2, flat), (3, flat), (4, flat), (4, replicated), (4, placed)], ids=str
+    ("ranks", "state"), [(1, flat), (2, flat), (3, flat), (4, flat), (4, replicated), (4, placed)]
 )
 def test_shards_of_all_ranks_become_whole_tensors(
     ranks: int, state: Callable[[int], Any], tmp_path: Path
