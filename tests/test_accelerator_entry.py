@@ -156,7 +156,7 @@ def test_the_constructor_of_a_plain_script_enters_few_files(ranks: int, most: in
     ("ranks", "parallel", "most", "most_beside_collectives"),
     [
         # A load also enters that of positions that wait for their loader.
-        (1, "", (35, 36), (30, 31)),
+        (1, "", (36, 37), (31, 32)),
         pytest.param(2, "zero=3", (60, 60), (36, 42), marks=pytest.mark.exhaustive),
     ],
 )

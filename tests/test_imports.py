@@ -73,7 +73,7 @@ def test_nothing_is_imported_from_a_file_of_a_package() -> None:
         ("import lockstep.launch.plan as plan", ["lockstep.launch.plan"]),
         ("code = 'import sys; from lockstep.cli.output import escape; escape(1)'", ["lockstep.cli.output"]),
         ("code = 'import sys, lockstep.cli.output as output; output.escape(1)'", ["lockstep.cli.output"]),
-        ("patch.setattr('lockstep.launch.job.CONNECT_S', 1)", ["lockstep.launch.job"]),
+        ("patch.setattr('lockstep.launch.network.LOOPBACK', 1)", ["lockstep.launch.network"]),
         ("mock.patch('lockstep.checkpoint.store.local.os.write')", ["lockstep.checkpoint.store.local"]),
         ("from lockstep.cli.main import main", ["lockstep.cli.main"]),
         ("from lockstep.errors import UsageError\nfrom lockstep.cli import cli", []),

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from cli.calling import call
-from lockstep.compat.accelerate.config_file import from_yaml
-from lockstep.config.yaml_file import parse_yaml
+from lockstep.compat.accelerate import from_yaml
+from lockstep.config import parse_yaml
 
 DOCS = Path(__file__).parents[2] / "docs"
 TRIED = yaml.safe_load((DOCS / "data" / "configurations.yaml").read_text())

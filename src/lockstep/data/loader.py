@@ -334,7 +334,8 @@ class PreparedLoader(DataLoader[Any]):
                 position.is_midway,
                 parts.reads,
             )
-            if isinstance(parts.reader, MapReader) and epochs.latest is None and not epochs.next:
+            is_new = epochs.latest is None and not epochs.next
+            if position.epoch and is_new and isinstance(parts.reader, MapReader):
                 pass_epochs(self.original, position.epoch)
             for sampler, state in zip(parts.stateful_samplers, draws.samplers, strict=True):
                 sampler.load_state_dict(copy.deepcopy(state))

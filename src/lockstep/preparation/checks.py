@@ -130,26 +130,29 @@ def refuse_unknown_loader(item: object, ranks: int) -> None:
 
     On one rank, warn that its position is not saved.
     """
-    known = (type, str, bytes, nn.Module, Optimizer, DataLoader, torch.Tensor, Set)
+    if isinstance(item, (type, str, bytes, nn.Module, Optimizer, DataLoader, torch.Tensor, Set)):
+        # Not asked for attributes, which those of models and others may refuse in their own way.
+        return
     # What has rows by their numbers is a data set or a container. webdataset's WebLoader is an IterableDataset.
     has_rows = hasattr(item, "__getitem__") and not isinstance(item, IterableDataset)
-    if not isinstance(item, known) and hasattr(item, "__iter__") and not has_rows:
-        name = f"{type(item).__module__}.{type(item).__name__}"
-        if ranks == 1:
-            logger.warning(
-                "prepare got a %s, which gives batches but is no torch.utils.data.DataLoader. So no position in it is "
-                "saved, and a resumed run begins its epoch again. Pass it to register_for_checkpointing() if it has "
-                "state_dict() and load_state_dict(). Otherwise put it into an IterableDataset and a "
-                "DataLoader(..., batch_size=None).",
-                name,
-            )
-            return
-        raise UsageError(
-            f"prepare got a {name}, which gives batches but is no "
-            f"torch.utils.data.DataLoader. So it cannot be divided, and all {ranks} ranks would train on the same "
-            "rows. Put it into an IterableDataset and a DataLoader(..., batch_size=None). Or leave it out of "
-            "prepare() if it gives each rank other rows."
+    if not hasattr(item, "__iter__") or has_rows:
+        return
+    name = f"{type(item).__module__}.{type(item).__name__}"
+    if ranks == 1:
+        logger.warning(
+            "prepare got a %s, which gives batches but is no torch.utils.data.DataLoader. So no position in it is "
+            "saved, and a resumed run begins its epoch again. Pass it to register_for_checkpointing() if it has "
+            "state_dict() and load_state_dict(). Otherwise put it into an IterableDataset and a "
+            "DataLoader(..., batch_size=None).",
+            name,
         )
+        return
+    raise UsageError(
+        f"prepare got a {name}, which gives batches but is no "
+        f"torch.utils.data.DataLoader. So it cannot be divided, and all {ranks} ranks would train on the same "
+        "rows. Put it into an IterableDataset and a DataLoader(..., batch_size=None). Or leave it out of "
+        "prepare() if it gives each rank other rows."
+    )
 
 
 def check_trained(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -74,8 +74,9 @@ def sharing(in_torch: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(in_torch)
     def share(tensor: DTensor) -> object:
         found = get(tensor)
-        if isinstance(tensor, nn.Parameter):
-            part: Any = cast("DTensor", found)._local_tensor
+        # While it is gathered, what it gives is whole.
+        if isinstance(tensor, nn.Parameter) and hasattr(found, "_local_tensor"):
+            part: Any = found._local_tensor
             part._parameter = id(tensor), tensor.requires_grad
             _SHARERS.setdefault(_memory(part), weakref.WeakValueDictionary())[id(part)] = part
         return found

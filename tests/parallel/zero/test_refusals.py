@@ -63,7 +63,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks_in_words(run_distributed
         "sparse": "is an Embedding with sparse=True",
         "join": "that is sharded: every rank takes part",
         "types": "trainable parameters of types float16 and float32",
-        "ddp": "prepare got a DistributedDataParallel",
+        "ddp": "prepare() wraps the model itself, but got a DistributedDataParallel",
         "shared": "shares 1 parameters",
         "by hand": "sharded already",
     }

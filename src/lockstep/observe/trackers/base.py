@@ -129,7 +129,21 @@ class GeneralTracker:
         """End the run. ``end_training`` calls it."""
 
     def continuation(self) -> dict[str, object]:
-        """Return arguments of this class, as JSON, with which another process continues this run of the library."""
+        """Return arguments of this class, as JSON, with which another process continues this run of the library.
+
+        Examples:
+            ```python
+            from lockstep.tracking import GeneralTracker
+
+            class Notes(GeneralTracker):
+                name, requires_logging_directory, tracker = "notes", False, None
+
+                def continuation(self):
+                    return {"run_id": "run-1"}
+
+            assert Notes().continuation() == {"run_id": "run-1"}
+            ```
+        """
         return {}
 
     def resume(self, step: int) -> None:
@@ -137,6 +151,22 @@ class GeneralTracker:
 
         Args:
             step: The first of them. What was logged at this step and later steps is to be replaced.
+
+        Examples:
+            ```python
+            from lockstep.tracking import GeneralTracker
+
+            class Losses(GeneralTracker):
+                name, requires_logging_directory, tracker = "losses", False, None
+                steps = {4: 0.5, 5: 0.4, 6: 0.3}
+
+                def resume(self, step):
+                    self.steps = {key: value for key, value in self.steps.items() if key < step}
+
+            losses = Losses()
+            losses.resume(5)
+            assert losses.steps == {4: 0.5}
+            ```
         """
 
 
