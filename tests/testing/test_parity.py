@@ -126,7 +126,7 @@ REFUSED: list[tuple[object, dict[str, object], type[LockstepError], str]] = [
     (mlp, {"steps": 0}, ConfigError, "steps=0 .* at least 1|steps.* from 1 to"),
     (mlp, {"nproc": 2.5}, ConfigError, "nproc"),
     (mlp, {"nproc": 3, "parallel": "tp=2"}, ConfigError, r"3 / 2 is not whole"),
-    (mlp, {"parallel": "zero3"}, ConfigError, "Did you mean 'zero'"),
+    (mlp, {"parallel": "zero3"}, ConfigError, "Did you mean 'zero=3'"),
     (mlp, {"max_grad_norm": -1.0}, ConfigError, "max_grad_norm is -1.0, but must be a positive number"),
     (mlp, {"reference": "tp=2"}, ConfigError, "trains on 2 batches at a time, but reference='tp=2' on 1"),
     (

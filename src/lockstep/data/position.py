@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
@@ -108,14 +108,6 @@ class LoaderSetup:
     def streams(self) -> int:
         """Streams of samples, each with a position of its own."""
         return max(1, self.num_workers) if self.kind == "stream" else 1
-
-
-def size_of(dataset: Any) -> int | None:
-    """Return ``len(dataset)``, or None where it has no length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 @dataclass

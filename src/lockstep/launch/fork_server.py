@@ -10,6 +10,7 @@ process id, and its exit code when it has ended. A fork leaves the loop and runs
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -21,13 +22,16 @@ import sys
 import types
 
 import numpy
-import torch._dynamo
-import torch.distributed.fsdp  # noqa: F401
 
-import lockstep.accelerator
-import lockstep.preparation.prepare  # noqa: F401
 from lockstep.launch import bare
 
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "lockstep.accelerator",
+    "lockstep.preparation.prepare",
+)
+"""What a script would import with the first optimizer, and with ``prepare``."""
 MOST_BYTES = 1 << 20
 OUTPUTS = 2
 
@@ -100,5 +104,7 @@ def run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     LAUNCHER, SERVER = int(sys.argv[1]), os.getpid()
+    for module in PRELOADED:
+        importlib.import_module(module)
     bare.die_with_parent(LAUNCHER)
     run(serve(socket.socket(fileno=int(sys.argv[2]))))

@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.model.changes import attributes_set
 from lockstep.model.contents import copy_of
 from lockstep.parallel.pipeline.traced import repeated
-from lockstep.torch_internals import dtensor
+from lockstep.torch_internals import dispatch, dtensor
 from lockstep.torch_internals import modules as torch_modules
 from lockstep.torch_internals.fake import FakeTensor, FakeTensorMode, emptied
 
@@ -37,11 +37,11 @@ class _PlaceholderMode(FakeTensorMode):
     in_call = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and not self.in_call:
+        if not self.in_call and dispatch.schema_of(func).is_mutable:
             tensors = [leaf for leaf in leaves((args, kwargs or {})).values() if isinstance(leaf, Tensor)]
             if {isinstance(one, FakeTensor) for one in tensors} == {True, False}:
                 raise UsageError(
-                    f"{func._schema.name.partition('::')[2]} meets a weight of a block of this rank and one of a block "
+                    f"{dispatch.operation_name(func)} meets a weight of a block of this rank and one of a block "
                     "on another rank of the pipeline, which has no values here. Change the weights before prepare(), "
                     "or each block by its own values alone."
                 )
