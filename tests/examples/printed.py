@@ -13,8 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from tests.site.pages import DOCS, ROOT
 from tests.test_readme import ENVIRONMENT
 
@@ -45,27 +43,23 @@ def is_recorded(script: str, words: list[str]) -> bool:
     return len(there) == len(words) and all(one == two or one.startswith(FOLDERS) for one, two in pairs)
 
 
-def assert_as_recorded(script: str, words: list[str], text: str, tolerance: float = 1e-3) -> None:
-    """Compares what a test's run printed with the file; folders of the run stand for those of the command."""
+def assert_as_recorded(script: str, words: list[str], text: str) -> None:
+    """Compares what a test's run printed with the file; folders of the run stand for those of the command.
+
+    Not the numbers: those of a model that learns depend on the processor, and are compared with plain torch elsewhere.
+    """
     there, expected = recorded(script)
     assert is_recorded(script, words), f"record the command of this run: {words}"
     for one, two in zip(there, words, strict=True):
         text = text.replace(two, one) if one.startswith(FOLDERS) else text
-    source = (ROOT / "examples" / script).read_text(encoding="utf-8")
-    if re.search("corpus|text_windows|sysconfig|argparse.__file__", source):
-        # It learns from the standard library of the Python that runs it.
-        tolerance = 0.2
-    (lines, values), (found_lines, found) = _parts(expected), _parts(text)
-    again = f"run python -m tests.examples.printed {script}"
-    assert found_lines == lines, again
-    assert found == pytest.approx(values, rel=tolerance, abs=tolerance), again
+    assert lines_of(text) == lines_of(expected), f"run python -m tests.examples.printed {script}"
 
 
-def _parts(text: str) -> tuple[list[str], list[float]]:
-    """The lines with ``N`` for each number, and the numbers; without lines that vary."""
-    kept = VARIES.sub("", text)
-    values = [float(number.replace(",", "")) for number in NUMBER.findall(kept)]
-    return [" ".join(line.split()) for line in NUMBER.sub("N", kept).splitlines() if line.strip()], values
+def lines_of(text: str) -> list[str]:
+    """The lines with ``N`` for each number, without those that vary."""
+    return [
+        " ".join(line.split()) for line in NUMBER.sub("N", VARIES.sub("", text)).splitlines() if line.strip()
+    ]
 
 
 def record(path: Path) -> None:

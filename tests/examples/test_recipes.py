@@ -299,9 +299,7 @@ def test_a_recipe_prints_the_numbers_of_one_process(
     assert found, text
     assert found == pytest.approx(expected(recipe), rel=recipe.tolerance, abs=recipe.tolerance)
     if processes == 2 and recipe.is_recorded():
-        # The page shows a run in float32: beside float64 a few of 66 and more answers are others, as in bf16.
-        tolerance = 0.05 if recipe.dtype == "float64" else 2 * recipe.tolerance
-        assert_as_recorded(recipe.path, recipe.words(tmp_path), text, tolerance)
+        assert_as_recorded(recipe.path, recipe.words(tmp_path), text)
 
 
 def test_what_the_page_of_a_recipe_shows_is_compared() -> None:
