@@ -109,7 +109,7 @@ def test_a_gradient_that_is_off_by_a_tenth_is_seen_in_half_precision(run_distrib
                 assert rank > 0 or "was verified on the first batch" in text, (name, text)
                 continue
             assert "the gradient of 'blocks." in text, (name, text)
-            assert abs(float(text.split("is off by ")[1].split(" %")[0]) - 10) < 4, (name, text)
+            assert abs(float(text.split("is off by ")[1].split("%")[0]) - 10) < 4, (name, text)
 
 
 def test_a_loss_outside_of_a_pipeline_is_compared_too(run_distributed: Any) -> None:
