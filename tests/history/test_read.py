@@ -173,10 +173,10 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "measures.jsonl")
     for path, reason in (
-        ("empty", "holds neither"),
-        ("nothing", "is not there"),
-        ("pipe", "holds neither"),
-        ("a\0b", "is not there"),
+        ("empty", "contains neither"),
+        ("nothing", "does not exist"),
+        ("pipe", "contains neither"),
+        ("a\0b", "does not exist"),
     ):
         with pytest.raises(ConfigError, match=reason):
             read_run(tmp_path / path)

@@ -105,7 +105,9 @@ class ModelPreparation:
             prepared.module.register_forward_pre_hook(refuse_transforms, prepend=True)
         # Popped when the pipeline has settled: until then it keeps what this rank will drop.
         until_settled = [self._take_over(prepared, before)]
-        prepared.on_settled(lambda: refuse_ties(until_settled[0], type(plain).__name__, options.parallel))
+        if not options.parallel.zero:
+            # Those that are sharded have no values any more.
+            prepared.on_settled(lambda: refuse_ties(until_settled[0], type(plain).__name__, options.parallel))
         prepared.on_settled(lambda: self._take_over(prepared, until_settled.pop()))
         prepared.on_settled(self._settle_alike)
         if self.offload is not None:

@@ -228,7 +228,7 @@ def refuse_replica() -> str:
 
 
 def test_a_model_that_is_replicated_already_is_refused(run_distributed) -> None:
-    assert "Pass the model inside it" in run_distributed(refuse_replica, 2)[0]
+    assert "Pass the plain model" in run_distributed(refuse_replica, 2)[0]
 
 
 def refuse_data_parallel() -> str:
