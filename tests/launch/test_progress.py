@@ -52,11 +52,11 @@ accelerator.print("the end")
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({}, "step 1,200  loss 2.315  1.2M tokens/s  MFU 41 %  1 min 5 s"),
-        ({"total_steps": 2000}, "step 1,200/2,000  loss 2.315  1.2M tokens/s  MFU 41 %  1 min 5 s, 6 min 40 s left"),
-        ({"epoch_steps_left": 20}, "step 1,200  loss 2.315  1.2M tokens/s  MFU 41 %  1 min 5 s, 10 s left of epoch 3"),
+        ({}, "step 1,200  loss 2.315  1.2M tokens/s  MFU 41%  1 min 5 s"),
+        ({"total_steps": 2000}, "step 1,200/2,000  loss 2.315  1.2M tokens/s  MFU 41%  1 min 5 s, 6 min 40 s left"),
+        ({"epoch_steps_left": 20}, "step 1,200  loss 2.315  1.2M tokens/s  MFU 41%  1 min 5 s, 10 s left of epoch 3"),
         ({"total_steps": 100, "epoch_steps_left": 20},
-         "step 1,200/100  loss 2.315  1.2M tokens/s  MFU 41 %  1 min 5 s, 10 s left of epoch 3"),
+         "step 1,200/100  loss 2.315  1.2M tokens/s  MFU 41%  1 min 5 s, 10 s left of epoch 3"),
         ({"tokens_per_second": 0, "mfu": "nan", "loss": "nan"}, "step 1,200  loss NaN  64 samples/s  1 min 5 s"),
         ({"step": "nan"}, ""),
     ],
