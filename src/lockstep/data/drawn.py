@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from lockstep.comm.tree import StateDict
 from lockstep.data.batch_sharding import CutSamples, grouped
-from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, size_of, skip_batches
+from lockstep.data.order import IndexBatch, is_cut_anew, one_batch, samplers_of, skip_batches
 from lockstep.data.rng import Generators, PrivateDraws, States, epoch_seed, same_state
 from lockstep.errors import CheckpointError
 
@@ -143,8 +143,12 @@ def pass_epochs(loader: DataLoader[object], epochs: int) -> None:
     """
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     keeps = any(hasattr(one, "set_epoch") for one in samplers_of(loader)) or stateful_samplers(loader)
-    length = size_of(sampler)
-    if keeps or draws_at_once(sampler) or length is None:
+    if keeps or draws_at_once(sampler):
+        return
+    try:
+        length = len(sampler)
+    except TypeError:
+        # Without a length nothing says how often it is asked.
         return
     generators = generators_of(loader)
     with generators.at(generators.read()):

@@ -15,7 +15,7 @@ from lockstep.config.enums import RNGType
 from lockstep.data.drawn import Drawing, generators_of, of_samplers, pass_epochs, states_of_samplers
 from lockstep.data.loader_parts import LoaderParts
 from lockstep.data.map_reader import MapReader
-from lockstep.data.order import announce_epoch, size_of
+from lockstep.data.order import announce_epoch
 from lockstep.data.position import (
     Epochs,
     Iteration,
@@ -24,6 +24,7 @@ from lockstep.data.position import (
     SavedDraws,
     batches_behind,
     read_state,
+    size_of,
     state_of,
 )
 from lockstep.data.readers import GlobalBatches, ReadRound, ReadStart

@@ -182,11 +182,3 @@ def _set_epoch(holder: Any, epoch: int) -> None:
     elif isinstance(getattr(holder, "next_epoch", None), int):
         # Of MosaicML's streaming, which counts the iterations of a process.
         holder.next_epoch = epoch
-
-
-def size_of(dataset: Any) -> int | None:
-    """Return ``len(dataset)``, or None where it has no length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.comm.tree import StateDict
 from lockstep.data.drawn import Drawing
@@ -64,6 +64,14 @@ def batches_behind(behind: Progress, rows: int | None) -> int:
         return sum(behind.rounds)
     samples = sum(behind.samples)
     return -(-samples // rows) if rows else samples
+
+
+def size_of(dataset: Any) -> int | None:
+    """Return ``len(dataset)``, or None where it has no length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 @dataclass(frozen=True)
